@@ -1,0 +1,158 @@
+"""A KV cache as plain tensors, and its file.
+
+Shapes, used everywhere: B batch, H KV heads, T tokens, D head size, L layers; suffix s
+source, t target. Keys are as the model caches them (after RoPE) unless called content.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvmap import artifacts
+from kvmap.errors import UsageError
+from kvmap.geometry import Signature
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of all layers for the same tokens.
+
+    Attributes:
+        keys: L tensors [B, H, T, D], rotated.
+        values: L tensors [B, H, T, D].
+        positions: [B, T] int64, absolute.
+        token_ids: [B, T] int64, where known.
+        mask: [B, T] bool, False on padding; None where nothing is padded.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    positions: Tensor
+    token_ids: Tensor | None = None
+    mask: Tensor | None = None
+
+    @property
+    def layers(self) -> int:
+        """Number of layers L."""
+        return len(self.keys)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens T, padding included."""
+        return self.positions.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+
+    def slice(self, start: int, stop: int) -> KVCache:
+        """Return tokens start..stop as views."""
+        return KVCache(
+            tuple(key[:, :, start:stop] for key in self.keys),
+            tuple(value[:, :, start:stop] for value in self.values),
+            self.positions[:, start:stop],
+            None if self.token_ids is None else self.token_ids[:, start:stop],
+            None if self.mask is None else self.mask[:, start:stop],
+        )
+
+    def expand(self, batch: int) -> KVCache:
+        """Repeat a batch of one as views."""
+        if self.positions.shape[0] != 1:
+            raise ValueError(f"expand needs a batch of 1, found {self.positions.shape[0]}")
+        grow = lambda tensor: None if tensor is None else tensor.expand(batch, *tensor.shape[1:])  # noqa: E731
+        return KVCache(
+            tuple(map(grow, self.keys)),
+            tuple(map(grow, self.values)),
+            grow(self.positions),
+            grow(self.token_ids),
+            grow(self.mask),
+        )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KVCache:
+        """Move keys and values to a device and dtype."""
+        move = lambda tensors: tuple(tensor.to(device=device, dtype=dtype) for tensor in tensors)  # noqa: E731
+        place = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
+        return KVCache(
+            move(self.keys), move(self.values), place(self.positions), place(self.token_ids), place(self.mask)
+        )
+
+
+def concat(first: KVCache, second: KVCache) -> KVCache:
+    """Join two caches of one model along the tokens."""
+    join = lambda a, b: tuple(torch.cat(pair, dim=2) for pair in zip(a, b, strict=True))  # noqa: E731
+    known = first.token_ids is not None and second.token_ids is not None
+    masked = first.mask is not None or second.mask is not None
+    return KVCache(
+        join(first.keys, second.keys),
+        join(first.values, second.values),
+        torch.cat((first.positions, second.positions), dim=1),
+        torch.cat((first.token_ids, second.token_ids), dim=1) if known else None,
+        torch.cat((_full_mask(first), _full_mask(second)), dim=1) if masked else None,
+    )
+
+
+def _full_mask(cache: KVCache) -> Tensor:
+    return torch.ones_like(cache.positions, dtype=torch.bool) if cache.mask is None else cache.mask
+
+
+def save(cache: KVCache, path: Path | str, signature: Signature) -> Path:
+    """Write a cache, readable by its owner only, as an artifact of kind "cache"."""
+    tensors = {"positions": cache.positions}
+    for layer, (key, value) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        tensors[f"layers.{layer}.key"], tensors[f"layers.{layer}.value"] = key, value
+    optional = {"token_ids": cache.token_ids, "mask": cache.mask}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    return artifacts.write(path, "cache", tensors, {"model": signature.to_json()}, private=True)
+
+
+def load_cache(path: Path | str) -> tuple[KVCache, Signature]:
+    """Read a cache and the signature of the model it belongs to.
+
+    Raises:
+        UsageError: The file is no sound cache artifact or its shapes are not its model's.
+    """
+    artifact = artifacts.open_artifact(path, "cache")
+    names = set(artifact.names())
+    try:
+        signature = Signature.from_json(artifact.metadata["model"])
+        layers = range(signature.geometry.layers)
+        cache = KVCache(
+            tuple(artifact.tensor(f"layers.{layer}.key") for layer in layers),
+            tuple(artifact.tensor(f"layers.{layer}.value") for layer in layers),
+            artifact.tensor("positions"),
+            artifact.tensor("token_ids") if "token_ids" in names else None,
+            artifact.tensor("mask") if "mask" in names else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: the cache lacks {error}; make it again with `kvmap transfer`") from error
+    check_shapes(cache, signature, str(path))
+    return cache, signature
+
+
+def check_shapes(cache: KVCache, signature: Signature, where: str) -> None:
+    """Check that a cache has its model's shape.
+
+    Raises:
+        UsageError: Naming the first tensor that does not.
+    """
+    geometry = signature.geometry
+    if cache.layers != geometry.layers:
+        raise UsageError(f"{where}: found {cache.layers} layers, expected {geometry.layers} of {signature.name}")
+    shape = (cache.positions.shape[0], geometry.kv_heads, cache.tokens, geometry.head_size)
+    for layer in range(cache.layers):
+        for kind, tensor in (("keys", cache.keys[layer]), ("values", cache.values[layer])):
+            if tuple(tensor.shape) != shape:
+                raise UsageError(
+                    f"{where}: layer {layer}'s {kind} have shape {tuple(tensor.shape)}, expected {shape}; "
+                    f"is this a cache of {signature.name}?"
+                )
+
+
+def with_positions(cache: KVCache, positions: Tensor) -> KVCache:
+    """Return the cache with other absolute positions [B, T] on record; keys are not turned."""
+    return replace(cache, positions=positions)

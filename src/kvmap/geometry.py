@@ -1,0 +1,140 @@
+"""Shape of a model's KV cache, what identifies the model, and whether two can be paired.
+
+Knows numbers and digests only: no tensors, no transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """How one attention layer turns its keys: RoPE, Su et al., arXiv 2104.09864.
+
+    Attributes:
+        inverse_frequencies: Radians per position of each rotated plane; twice as
+            many leading channels of a head are rotated, the rest pass through.
+        scaling: Factor on cos and sin (YaRN's and longrope's attention factor).
+        layout: Which channels form a plane: "half" (i, i + n/2) or "interleaved" (2i, 2i + 1).
+    """
+
+    inverse_frequencies: tuple[float, ...]
+    scaling: float = 1.0
+    layout: str = "half"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of a model's cache; `rope` has one table per layer, None where keys carry no position."""
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    query_heads: int
+    hidden_size: int
+    vocabulary: int
+    max_positions: int
+    model_type: str
+    rope: tuple[RopeTable | None, ...]
+
+    @property
+    def width(self) -> int:
+        """Channels of one layer's keys (or values) over all KV heads: H * D."""
+        return self.kv_heads * self.head_size
+
+    def kv_bytes_per_token(self, itemsize: int = 2) -> int:
+        """Return the bytes one token's keys and values take over all layers."""
+        return 2 * self.layers * self.width * itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data; layers that share a rotation share its table."""
+        tables = list(dict.fromkeys(self.rope))
+        data = {name: getattr(self, name) for name in _SCALARS}
+        data["rope_tables"] = [asdict(table) if table else None for table in tables]
+        data["rope"] = [tables.index(table) for table in self.rope]
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Geometry:
+        """Rebuild a geometry from `to_json`'s data."""
+        tables = [_table_from_json(table) for table in data["rope_tables"]]
+        rope = tuple(tables[index] for index in data["rope"])
+        return cls(**{name: data[name] for name in _SCALARS}, rope=rope)
+
+
+_SCALARS = (
+    "layers",
+    "kv_heads",
+    "head_size",
+    "query_heads",
+    "hidden_size",
+    "vocabulary",
+    "max_positions",
+    "model_type",
+)
+
+
+def _table_from_json(data: dict[str, Any] | None) -> RopeTable | None:
+    if data is None:
+        return None
+    frequencies = tuple(float(value) for value in data["inverse_frequencies"])
+    return RopeTable(frequencies, float(data["scaling"]), data["layout"])
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What identifies a model to a map: a map refuses any other.
+
+    `revision` is None for local folders; digests are sha256 in hex.
+    """
+
+    name: str
+    revision: str | None
+    config_digest: str
+    weights_digest: str
+    tokenizer_digest: str
+    template_digest: str
+    dtype: str
+    geometry: Geometry
+
+    @cached_property
+    def digest(self) -> str:
+        """Return one digest of the weights, config, tokenizer and template, not of name, dtype or revision."""
+        parts = (self.config_digest, self.weights_digest, self.tokenizer_digest, self.template_digest)
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return data | {"geometry": self.geometry.to_json()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Signature:
+        """Rebuild a signature from `to_json`'s data."""
+        return cls(**{**data, "geometry": Geometry.from_json(data["geometry"])})
+
+
+def pairing_problems(source: Signature, target: Signature) -> list[str]:
+    """Say why the source's cache cannot be mapped to the target's; empty where it can."""
+    problems = []
+    if source.tokenizer_digest != target.tokenizer_digest:
+        problems.append(
+            f"the tokenizers differ ({source.name}: {source.tokenizer_digest[:12]}, "
+            f"{target.name}: {target.tokenizer_digest[:12]}), so their positions do not correspond"
+        )
+    elif source.template_digest != target.template_digest:
+        problems.append(
+            f"the chat templates of {source.name} and {target.name} differ, "
+            "so the same conversation becomes different tokens"
+        )
+    return problems
+
+
+def json_digest(data: Any) -> str:
+    """Return the sha256 of data as canonical JSON."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
