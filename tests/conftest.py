@@ -1,0 +1,91 @@
+"""Fixtures for the whole suite: offline, one thread, session-wide and read-only."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints
+import planted
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+torch.set_num_threads(1)
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
+    """Return the folder of a named tiny checkpoint, built when first asked for."""
+    folder, built = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def get(name: str) -> Path:
+        if name not in built:
+            built[name] = checkpoints.BUILDERS[name](folder / name)
+        return built[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def native(checkpoint) -> Callable[[str], PreTrainedModel]:
+    """Return a named tiny model as transformers itself loads it, in fp32."""
+    loaded = {}
+
+    def get(name: str) -> PreTrainedModel:
+        if name not in loaded:
+            loaded[name] = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+        return loaded[name]
+
+    return get
+
+
+PLANTED = {
+    "twin_llama": lambda: planted.twin("llama", 11),
+    "twin_qwen3": lambda: planted.twin("qwen3", 12),
+    "image": lambda: planted.image(13),
+    "noisy_image": lambda: planted.image(14, key_noise=0.4),
+}
+
+
+@pytest.fixture(scope="session")
+def plant() -> Callable[[str], planted.Planted]:
+    """Return a planted pair by name, in memory."""
+    made = {}
+
+    def get(name: str) -> planted.Planted:
+        if name not in made:
+            made[name] = PLANTED[name]()
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def planted_paths(plant, tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
+    """Return the folders (source, target) of a planted pair."""
+    folder, saved = tmp_path_factory.mktemp("planted"), {}
+
+    def get(name: str) -> tuple[Path, Path]:
+        if name not in saved:
+            pair = plant(name)
+            saved[name] = (
+                checkpoints.save(pair.source, folder / f"{name}-source"),
+                checkpoints.save(pair.target, folder / f"{name}-target"),
+            )
+        return saved[name]
+
+    return get
+
+
+def token_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    """Draw ordinary tokens [batch, tokens], none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    low = len(checkpoints.SPECIAL_TOKENS)
+    return torch.randint(low, checkpoints.VOCABULARY, (batch, tokens), generator=generator)
