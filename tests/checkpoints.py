@@ -1,8 +1,8 @@
 """Tiny random checkpoints, built offline in milliseconds, that the tests read and never write.
 
-Every model has weights large enough for attention to be sharp and for a wrong cache to show in the logits: transformers'
-own initialisation leaves attention so flat that a cache of zeros would pass. All share one byte-level tokenizer, except
-the two that exist to be told apart by it.
+Every model has weights large enough for attention to be sharp and for a wrong cache to show in
+the logits: transformers' own initialisation leaves attention so flat that a cache of zeros would
+pass. All share one byte-level tokenizer, except the two that exist to be told apart by it.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|turn|>")
 TEMPLATE = (
-    "{% for message in messages %}<|turn|>{{ message['role'] }}: {{ message['content'] }}</s>{% endfor %}"
+    "{% for message in messages %}<|turn|>{{ message['role'] }}: {{ message['content'] }}</s>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
 )
 VOCABULARY = len(SPECIAL_TOKENS) + 256
@@ -27,9 +28,15 @@ def byte_tokenizer(reverse: bool = False, template: str = TEMPLATE) -> PreTraine
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=template
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=template,
     )
 
 
@@ -38,16 +45,34 @@ def _rope(kind: str, theta: float, **rest) -> dict:
 
 
 DEFAULT = _rope("default", 1e4)
-LLAMA3 = _rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LLAMA3 = _rope(
+    "llama3",
+    5e5,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 YARN = _rope("yarn", 1e4, factor=4.0, original_max_position_embeddings=64)
 
-SMALL = dict(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-LARGE = dict(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=24, hidden_size=96)
+SMALL = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+LARGE = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "hidden_size": 96,
+}
 
 
 def _ministral(theta: float, factor: float, original: int, beta: float, **rest) -> dict:
     rope = _rope(
-        "yarn", theta, factor=factor, original_max_position_embeddings=original, beta_fast=32.0, beta_slow=1.0
+        "yarn",
+        theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=32.0,
+        beta_slow=1.0,
     )
     return rope | {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": 1.0} | rest
 
@@ -99,39 +124,61 @@ SUPPORTED: dict[str, tuple[str, dict]] = {
     "qwen2_bias": ("qwen2", dict(SMALL, rope_parameters=_rope("default", 1e6))),
     "phi3_partial": (
         "phi3",
-        dict(SMALL, rope_parameters=_rope("default", 1e4, partial_rotary_factor=0.5), sliding_window=None),
+        dict(
+            SMALL,
+            rope_parameters=_rope("default", 1e4, partial_rotary_factor=0.5),
+            sliding_window=None,
+        ),
     ),
-    "glm4_interleaved": ("glm4", dict(SMALL, rope_parameters=_rope("default", 1e4, partial_rotary_factor=0.5))),
-    "cohere_interleaved": ("cohere", dict(SMALL, rope_parameters=_rope("default", 5e4), logit_scale=1.0)),
-    "smollm3_nope": ("smollm3", dict(LARGE, rope_parameters=_rope("default", 1e4), no_rope_layers=[1, 0, 1, 0])),
+    "glm4_interleaved": (
+        "glm4",
+        dict(SMALL, rope_parameters=_rope("default", 1e4, partial_rotary_factor=0.5)),
+    ),
+    "cohere_interleaved": (
+        "cohere",
+        dict(SMALL, rope_parameters=_rope("default", 5e4), logit_scale=1.0),
+    ),
+    "smollm3_nope": (
+        "smollm3",
+        dict(LARGE, rope_parameters=_rope("default", 1e4), no_rope_layers=[1, 0, 1, 0]),
+    ),
 }
 
-# name -> (model type, what differs, a word the refusal must contain). Each answers at chance if it is mapped anyway.
+# name -> (model type, what differs, a word the refusal must contain).
+# Each answers at chance if it is mapped anyway.
 REFUSED: dict[str, tuple[str, dict, str]] = {
     "gemma3_sliding": (
         "gemma3_text",
-        dict(SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+        dict(
+            SMALL,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
         "sliding",
     ),
-    "mistral_sliding": ("mistral", dict(SMALL, sliding_window=8, rope_parameters=DEFAULT), "sliding"),
+    "mistral_sliding": (
+        "mistral",
+        dict(SMALL, sliding_window=8, rope_parameters=DEFAULT),
+        "sliding",
+    ),
     "deepseek_mla": (
         "deepseek_v3",
-        dict(
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            first_k_dense_replace=2,
-            q_lora_rank=None,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=16,
-            n_routed_experts=4,
-            n_group=1,
-            topk_group=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-        ),
+        {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
         "MLA",
     ),
     "qwen3_next_linear": (
@@ -150,7 +197,11 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
         ),
         "linear",
     ),
-    "llama_dynamic": ("llama", dict(SMALL, rope_parameters=_rope("dynamic", 1e4, factor=2.0)), "dynamic"),
+    "llama_dynamic": (
+        "llama",
+        dict(SMALL, rope_parameters=_rope("dynamic", 1e4, factor=2.0)),
+        "dynamic",
+    ),
     "llama_longrope": (
         "llama",
         dict(
@@ -183,17 +234,17 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     ),
 }
 
-COMMON = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=96,
-    max_position_embeddings=8192,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    tie_word_embeddings=False,
-    use_cache=True,
-)
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 8192,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+}
 
 
 def random_model(model_type: str, seed: int, **options) -> PreTrainedModel:
@@ -212,16 +263,22 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
                 gain = 1.5 if "q_proj" in name else 1.0
-                parameter.copy_(noise * (gain if "embed" in name else gain / parameter.shape[-1] ** 0.5))
+                parameter.copy_(
+                    noise * (gain if "embed" in name else gain / parameter.shape[-1] ** 0.5)
+                )
             elif name.endswith("bias"):
                 parameter.copy_(noise)
             else:
                 parameter.copy_(parameter + 0.2 * noise)
 
 
-def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
+def save(
+    model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None
+) -> Path:
     """Write model and tokenizer as a checkpoint folder."""
-    model.generation_config.eos_token_id = None  # a random model would stop anywhere; every test wants all its tokens
+    model.generation_config.eos_token_id = (
+        None  # a random model would stop anywhere; every test wants all its tokens
+    )
     model.save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
@@ -241,5 +298,7 @@ def _like_llama(tokenizer: Callable[[], PreTrainedTokenizerFast]) -> Callable[[P
 BUILDERS: dict[str, Callable[[Path], Path]] = {
     **{name: _named(name) for name in (*SUPPORTED, *REFUSED)},
     "other_tokenizer": _like_llama(lambda: byte_tokenizer(reverse=True)),
-    "other_template": _like_llama(lambda: byte_tokenizer(template=TEMPLATE.replace("turn", "chat"))),
+    "other_template": _like_llama(
+        lambda: byte_tokenizer(template=TEMPLATE.replace("turn", "chat"))
+    ),
 }

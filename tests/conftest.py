@@ -40,7 +40,9 @@ def native(checkpoint) -> Callable[[str], PreTrainedModel]:
 
     def get(name: str) -> PreTrainedModel:
         if name not in loaded:
-            loaded[name] = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+            loaded[name] = AutoModelForCausalLM.from_pretrained(
+                checkpoint(name), dtype=torch.float32
+            ).eval()
         return loaded[name]
 
     return get

@@ -1,7 +1,7 @@
-"""Second opinions, written from the published formulas in float64 numpy; nothing here is shared with the package.
+"""Second opinions, from the published formulas in float64 numpy; shares nothing with the package.
 
-Rotary tables: Su et al. 2021 (default), Chen et al. 2023 (linear), the Llama 3.1 release (llama3), Peng et al. 2023 with
-the reference implementation's ramp over dimension indices (yarn).
+Rotary tables: Su et al. 2021 (default), Chen et al. 2023 (linear), the Llama 3.1 release (llama3),
+Peng et al. 2023 with the reference implementation's ramp over dimension indices (yarn).
 """
 
 import inspect
@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-# --- rotary tables -----------------------------------------------------------------------------------------------
+# --- rotary tables
 
 
 def rope_table(parameters: dict, rotary_size: int) -> tuple[np.ndarray, float]:
-    """Return (inverse frequencies [rotary_size / 2], factor on cos and sin) of a `rope_parameters` entry."""
+    """Return inverse frequencies [rotary_size / 2] and the factor on cos and sin of an entry."""
     theta = parameters["rope_theta"]
-    frequencies = np.array([theta ** (-2 * i / rotary_size) for i in range(rotary_size // 2)], dtype=np.float64)
+    frequencies = np.array(
+        [theta ** (-2 * i / rotary_size) for i in range(rotary_size // 2)], dtype=np.float64
+    )
     kind = parameters["rope_type"]
     if kind == "default":
         return frequencies, 1.0
@@ -59,7 +61,9 @@ def _yarn(frequencies: np.ndarray, parameters: dict, size: int) -> np.ndarray:
     result = []
     for index, frequency in enumerate(frequencies):
         interpolated = min(max((index - first) / (last - first), 0.0), 1.0)
-        result.append(frequency / parameters["factor"] * interpolated + frequency * (1 - interpolated))
+        result.append(
+            frequency / parameters["factor"] * interpolated + frequency * (1 - interpolated)
+        )
     return np.array(result)
 
 
@@ -76,9 +80,16 @@ def _yarn_attention(parameters: dict) -> float:
 
 
 def rotate(
-    content: np.ndarray, positions: np.ndarray, frequencies: np.ndarray, scaling: float, layout: str = "half"
+    content: np.ndarray,
+    positions: np.ndarray,
+    frequencies: np.ndarray,
+    scaling: float,
+    layout: str = "half",
 ) -> np.ndarray:
-    """Rotate content [B, H, T, D] to positions [B, T] with complex numbers; dimensions past the table pass through."""
+    """Rotate content [B, H, T, D] to positions [B, T] with complex numbers.
+
+    Channels past the table pass through.
+    """
     content, planes = np.asarray(content, dtype=np.float64), len(frequencies)
     if layout == "half":
         real, imaginary = np.arange(planes), np.arange(planes) + planes
@@ -91,7 +102,7 @@ def rotate(
     return result
 
 
-# --- native runs -------------------------------------------------------------------------------------------------
+# --- native runs
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
@@ -126,10 +137,12 @@ def native_cache(
 
 @torch.no_grad()
 def native_greedy(model: PreTrainedModel, token_ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
-    """Decode greedily by running the whole sequence again for every token, so that no cache is involved."""
+    """Decode greedily, running the whole sequence again for every token: no cache is involved."""
     prompt = token_ids.shape[1]
     for _ in range(new_tokens):
-        token_ids = torch.cat((token_ids, native_logits(model, token_ids)[:, -1:].argmax(-1)), dim=1)
+        token_ids = torch.cat(
+            (token_ids, native_logits(model, token_ids)[:, -1:].argmax(-1)), dim=1
+        )
     return token_ids[:, prompt:]
 
 
@@ -163,11 +176,11 @@ def recording_content_keys(model: PreTrainedModel) -> Iterator[dict[int, torch.T
             handle.remove()
 
 
-# --- least squares -----------------------------------------------------------------------------------------------
+# --- least squares
 
 
 def ridge(inputs: np.ndarray, outputs: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
-    """Fit outputs = inputs @ weight + bias on raw rows by lstsq on the augmented system; the bias is not penalised.
+    """Fit outputs = inputs @ weight + bias on raw rows by lstsq; the bias is not penalised.
 
     `penalty` is relative to the mean diagonal of the inputs' centred per-row covariance.
     """
@@ -178,12 +191,14 @@ def ridge(inputs: np.ndarray, outputs: np.ndarray, penalty: float) -> tuple[np.n
     absolute = penalty * (centred**2).sum() / rows / width
     augmented = np.vstack((centred, math.sqrt(absolute * rows) * np.eye(width)))
     targets = np.vstack((outputs - output_mean, np.zeros((width, outputs.shape[1]))))
-    weight = torch.linalg.lstsq(torch.from_numpy(augmented), torch.from_numpy(targets), driver="gelsd").solution.numpy()
+    weight = torch.linalg.lstsq(
+        torch.from_numpy(augmented), torch.from_numpy(targets), driver="gelsd"
+    ).solution.numpy()
     return weight, output_mean - input_mean @ weight
 
 
 def covariance(inputs: np.ndarray, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (sum of squares and products of the centred inputs [P, P], the same across to outputs [P, Q])."""
+    """Return the centred inputs' sums of products [P, P] and those with the outputs [P, Q]."""
     inputs = np.asarray(inputs, np.float64) - np.asarray(inputs, np.float64).mean(0)
     outputs = np.asarray(outputs, np.float64) - np.asarray(outputs, np.float64).mean(0)
     return inputs.T @ inputs, inputs.T @ outputs

@@ -1,12 +1,13 @@
-"""Pairs of models whose caches are known linear images of each other, with the map as the right answer.
+"""Pairs of models whose caches are known linear images of each other: the map is the right answer.
 
-*Matched* (`twin`): B is A with every KV head's keys and queries turned by one angle per rotary plane, which commutes
-with the rotation by position, and its values by an orthogonal matrix that o_proj takes back. B computes A's function.
+*Matched* (`twin`): B is A with every KV head's keys and queries turned by one angle per rotary
+plane, which commutes with the rotation by position, and its values by an orthogonal matrix that
+o_proj takes back. B computes A's function.
 
-*Unmatched* (`image`): B has other KV heads, head size, rotary type and one layer more. Queries are zero in all layers
-but the last, so attention is uniform there and the hidden states do not depend on the keys; B's keys and values are any
-linear image of A's, and o_proj undoes the values' image. The extra layer adds nothing to the hidden state, so that what
-it caches is an image of the layer after it.
+*Unmatched* (`image`): B has other KV heads, head size, rotary type and one layer more. Queries are
+zero in all layers but the last, so attention is uniform there and the hidden states do not depend
+on the keys; B's keys and values are any linear image of A's, and o_proj undoes the values' image.
+The extra layer adds nothing to the hidden state, so what it caches is an image of the same layer.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Planted:
-    """A pair and its map: content keys_t = keys_s[layer] @ key.T, values alike; rows are [T, H * D]."""
+    """A pair and its map: content keys_t = keys_s @ key.T, values alike; rows are [T, H * D]."""
 
     source: PreTrainedModel
     target: PreTrainedModel
@@ -40,17 +41,26 @@ def _plane_rotation(size: int, generator: torch.Generator) -> torch.Tensor:
 
 @torch.no_grad()
 def twin(model_type: str, seed: int, layers: int = 3) -> Planted:
-    """Build a matched pair; for models that normalise keys, the norm weights are equal within each rotary plane.
+    """Build a matched pair.
 
-    Only then does a turn of the projection remain a turn after the norm.
+    Where keys are normalised, the norm weights are equal within each rotary plane: only then does
+    a turn of the projection remain a turn after the norm.
     """
     heads, size, group = 2, 16, 2
-    options = dict(
-        num_hidden_layers=layers, num_attention_heads=heads * group, num_key_value_heads=heads, head_dim=size
+    options = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads * group,
+        "num_key_value_heads": heads,
+        "head_dim": size,
+    }
+    source = random_model(
+        model_type, seed, **options, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
     )
-    source = random_model(model_type, seed, **options, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     for layer in source.model.layers:
-        for norm in (getattr(layer.self_attn, "k_norm", None), getattr(layer.self_attn, "q_norm", None)):
+        for norm in (
+            getattr(layer.self_attn, "k_norm", None),
+            getattr(layer.self_attn, "q_norm", None),
+        ):
             if norm is not None:
                 norm.weight[size // 2 :] = norm.weight[: size // 2]
     target = type(source)(source.config).eval()
@@ -69,7 +79,9 @@ def twin(model_type: str, seed: int, layers: int = 3) -> Planted:
             for query in range(head * group, (head + 1) * group):
                 reads = slice(query * size, (query + 1) * size)
                 attention.q_proj.weight[reads] = turns[head] @ attention.q_proj.weight[reads]
-                attention.o_proj.weight[:, reads] = attention.o_proj.weight[:, reads] @ mixes[head].T
+                attention.o_proj.weight[:, reads] = (
+                    attention.o_proj.weight[:, reads] @ mixes[head].T
+                )
         keys.append(torch.block_diag(*turns))
         values.append(torch.block_diag(*mixes))
     return Planted(source, target, tuple(range(layers)), tuple(keys), tuple(values))
@@ -77,12 +89,12 @@ def twin(model_type: str, seed: int, layers: int = 3) -> Planted:
 
 @torch.no_grad()
 def image(seed: int, key_noise: float = 0.0) -> Planted:
-    """Build an unmatched pair: 2 KV heads of 16, theta 1e4, 3 layers -> 4 of 24, llama3 at 5e5, 4 layers.
+    """Build an unmatched pair: 3 layers, 2 KV heads of 16, theta 1e4 -> 4, 4 of 24, llama3 at 5e5.
 
     `key_noise` > 0 adds a part to the target's keys that no map of the source's keys can reach.
     """
     source_heads, source_size, target_heads, target_size, queries, twice = 2, 16, 4, 24, 4, 1
-    shared = dict(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=queries)
+    shared = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_attention_heads": queries}
     source = random_model(
         "llama",
         seed,
@@ -115,9 +127,14 @@ def image(seed: int, key_noise: float = 0.0) -> Planted:
         layer.post_attention_layernorm.load_state_dict(theirs.post_attention_layernorm.state_dict())
         own, other = layer.self_attn, theirs.self_attn
 
-        key = torch.randn(target_heads * target_size, source_heads * source_size, generator=generator) / 6
+        key = (
+            torch.randn(target_heads * target_size, source_heads * source_size, generator=generator)
+            / 6
+        )
         own.k_proj.weight.copy_(key @ other.k_proj.weight)
-        own.k_proj.weight.add_(key_noise * torch.randn(own.k_proj.weight.shape, generator=generator) / 8)
+        own.k_proj.weight.add_(
+            key_noise * torch.randn(own.k_proj.weight.shape, generator=generator) / 8
+        )
 
         mixes = torch.randn(target_heads, target_size, source_size, generator=generator) / 4
         reads = [head * source_heads // target_heads for head in range(target_heads)]

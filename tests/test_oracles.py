@@ -7,7 +7,11 @@ import pytest
 import torch
 from conftest import token_ids
 
-HALF_SPLIT = [n for n, (_, o) in checkpoints.SUPPORTED.items() if "partial_rotary_factor" not in o["rope_parameters"]]
+HALF_SPLIT = [
+    n
+    for n, (_, o) in checkpoints.SUPPORTED.items()
+    if "partial_rotary_factor" not in o["rope_parameters"]
+]
 HALF_SPLIT = [name for name in HALF_SPLIT if name not in ("cohere_interleaved", "smollm3_nope")]
 
 
@@ -31,7 +35,9 @@ def test_two_values_of_every_rope_parameter_give_other_tables():
         for name, (_, options) in checkpoints.SUPPORTED.items()
         if name.startswith(("llama", "ministral"))
     }
-    assert len({tuple(frequencies[:8]) + (scaling,) for frequencies, scaling in tables.values()}) == len(tables)
+    assert len(
+        {(*tuple(frequencies[:8]), scaling) for frequencies, scaling in tables.values()}
+    ) == len(tables)
 
 
 @pytest.mark.parametrize("name", ["twin_llama", "twin_qwen3"])
@@ -70,7 +76,9 @@ def test_untransferred_cache_does_not_give_the_targets_logits(plant, name):
     for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
         cache.update(key, value, layer)
     with torch.no_grad():
-        logits = pair.target(input_ids=ids[:, 30:], **{oracles.cache_keyword(pair.target): cache}).logits
+        logits = pair.target(
+            input_ids=ids[:, 30:], **{oracles.cache_keyword(pair.target): cache}
+        ).logits
     assert (logits - oracles.native_logits(pair.target, ids)[:, 30:]).abs().max() > 0.5
 
 
