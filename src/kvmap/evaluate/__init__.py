@@ -1,0 +1,1 @@
+"""How good a map is, beside everything it could be mistaken for."""
