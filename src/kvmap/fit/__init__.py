@@ -1,0 +1,18 @@
+"""Make a map: one file per method, a dict of methods."""
+
+from kvmap.fit.closed_form import FitScores, Splits, fit_closed_form
+from kvmap.fit.recipes import DEFAULT_RECIPE, RECIPES, Recipe, recipe, with_assignment
+
+METHODS = {"closed-form": fit_closed_form}
+
+__all__ = [
+    "DEFAULT_RECIPE",
+    "METHODS",
+    "RECIPES",
+    "FitScores",
+    "Recipe",
+    "Splits",
+    "fit_closed_form",
+    "recipe",
+    "with_assignment",
+]

@@ -1,0 +1,52 @@
+"""Presets of `kvmap fit`: which inputs, heads, layers and exact parts a map has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvmap.columns import head_assignment
+from kvmap.errors import UsageError
+from kvmap.geometry import Geometry
+from kvmap.mapping import MapOptions
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A preset: how to choose layers, the relative ridge, and the map's options."""
+
+    k: int | str
+    ridge: float | str
+    options: MapOptions
+    method: str = "closed-form"
+
+
+RECIPES = {
+    # arXiv 2608.03893: all heads, no exact parts, hold-back of one token.
+    "paper": Recipe(8, 1e-2, MapOptions()),
+    # arXiv 2609.00891 without its row weights: each head reads its own.
+    "cachebridge": Recipe(8, 1e-2, MapOptions(heads="matched")),
+    "kvmap": Recipe(
+        "auto",
+        "auto",
+        MapOptions(joint=True, anchor=True, exact_first=True, native_head=4, native_tail=64),
+    ),
+}
+DEFAULT_RECIPE = "kvmap"
+
+
+def recipe(name: str) -> Recipe:
+    """Return a preset by name.
+
+    Raises:
+        UsageError: No such preset.
+    """
+    if name not in RECIPES:
+        raise UsageError(f"no recipe {name!r}; expected one of {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def with_assignment(options: MapOptions, source: Geometry, target: Geometry) -> MapOptions:
+    """Fill in which source head each target head reads."""
+    if options.heads != "matched" or options.assignment:
+        return options
+    return replace(options, assignment=head_assignment(source.kv_heads, target.kv_heads))

@@ -1,0 +1,127 @@
+"""Hand a context from one model to another: exact head, mapped middle, native tail.
+
+The first tokens depend on themselves alone, are outliers, and cost the target next to
+nothing: it prefills them. The middle is mapped. The last tokens run on the target over the
+mapped cache, since a cache alone gives no logits; a longer tail repairs what was lost.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmap.cache import KVCache, concat
+from kvmap.errors import UsageError
+from kvmap.mapping import CacheMap
+from kvmap.models import LoadedModel, first_layer, prefill
+
+# A tail longer than this share of the context would be a prefill, not a handoff.
+MAX_TAIL_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """The target's cache of a whole context and its next-token logits.
+
+    Attributes:
+        cache: [B, H_t, T, D_t] per layer, all T tokens of the context.
+        logits: [B, vocabulary] after the last token.
+        outcome: "applied", or "fallback_reprefill" where nothing was left to map.
+        seconds: By part: "head", "first_layer", "map", "tail".
+    """
+
+    cache: KVCache
+    logits: Tensor
+    outcome: str
+    seconds: dict[str, float]
+
+
+def check_pair(cmap: CacheMap, source: LoadedModel | None, target: LoadedModel | None) -> None:
+    """Check that models are those a map was fitted for, by digest.
+
+    Raises:
+        UsageError: One is another model.
+    """
+    for side, expected, loaded in (("source", cmap.source, source), ("target", cmap.target, target)):
+        if loaded is not None and loaded.signature.digest != expected.digest:
+            raise UsageError(
+                f"the map's {side} is {expected.name} (digest {expected.digest[:12]}), found "
+                f"{loaded.signature.name} (digest {loaded.signature.digest[:12]}); fit a map for this pair"
+            )
+
+
+def tail_length(native_tail: int, tokens: int) -> int:
+    """Return how many last tokens run natively: at least 1, at most a small share of the context."""
+    return max(1, min(native_tail, int(tokens * MAX_TAIL_SHARE)))
+
+
+def handoff(cmap: CacheMap, target: LoadedModel, source_cache: KVCache, token_ids: Tensor) -> Handoff:
+    """Return the target's cache of tokens [B, T] that the source has read.
+
+    Args:
+        source_cache: The source's, of at least the first T - tail tokens.
+
+    Raises:
+        UsageError: The source's cache holds other tokens, or too few.
+    """
+    tokens = token_ids.shape[1]
+    tail = tail_length(cmap.options.native_tail, tokens)
+    head = min(cmap.options.native_head, tokens - tail)
+    middle = _middle(source_cache, token_ids, head, tokens - tail)
+    clock = _Clock(target.device)
+    parts = []
+    if head:
+        parts.append(prefill(target, token_ids[:, :head])[0])
+        clock.lap("head")
+    if middle is not None:
+        parts.append(map_middle(cmap, target, middle, clock))
+    past = parts[0] if len(parts) == 1 else concat(*parts) if parts else None
+    cache, logits = prefill(target, token_ids[:, tokens - tail :], past=past)
+    clock.lap("tail")
+    return Handoff(cache, logits[:, -1], "applied" if middle is not None else "fallback_reprefill", clock.seconds)
+
+
+def map_middle(cmap: CacheMap, target: LoadedModel, middle: KVCache, clock: _Clock | None = None) -> KVCache:
+    """Map part of a source's cache, with the target's own first layer where the map reads it."""
+    clock = clock or _Clock(target.device)
+    first = None
+    if cmap.needs_target:
+        first = first_layer(target, middle.token_ids, middle.positions)
+        clock.lap("first_layer")
+    mapped = cmap.apply(middle.to(target.device), first).to(dtype=target.dtype)
+    clock.lap("map")
+    return mapped
+
+
+def _middle(source_cache: KVCache, token_ids: Tensor, head: int, stop: int) -> KVCache | None:
+    if source_cache.tokens < stop:
+        raise UsageError(f"the source's cache has {source_cache.tokens} tokens, expected at least {stop}")
+    known = source_cache.token_ids
+    if known is not None and not torch.equal(known[:, :stop].cpu(), token_ids[:, :stop].cpu()):
+        raise UsageError("the source's cache was made from other tokens than this context; prefill the source again")
+    if stop <= head:
+        return None
+    middle = source_cache.slice(head, stop)
+    return KVCache(middle.keys, middle.values, middle.positions, token_ids[:, head:stop], middle.mask)
+
+
+class _Clock:
+    """Laps in seconds; waits for the device, so that each lap is its own work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.last = self._now()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = self._now()
+        self.seconds[name] = now - self.last
+        self.last = now

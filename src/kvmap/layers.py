@@ -1,0 +1,111 @@
+"""Score every source layer for every target layer, and choose.
+
+The score of a pair is the R² of a single-layer, head-matched least-squares probe, averaged
+over KV heads and over K and V (arXiv 2608.03893, §3). Scores are computed on the training
+moments and on held-out sequences apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmap import artifacts
+from kvmap.columns import KINDS, Block, head_assignment
+from kvmap.geometry import Geometry
+from kvmap.moments import Moments
+from kvmap.ridge import r2, solve
+
+# A probe has D inputs only, so this ridge merely keeps it well posed.
+PROBE_RIDGE = 1e-6
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """R² of single-layer probes, [L_t, L_s] each, by kind and split."""
+
+    train: dict[str, Tensor]
+    held_out: dict[str, Tensor]
+
+    def mean(self, split: str = "held_out") -> Tensor:
+        """Return the mean over K and V, [L_t, L_s]."""
+        tables = getattr(self, split)
+        return (tables["key"] + tables["value"]) / 2
+
+
+def score_layers(train: Moments, held_out: Moments, source: Geometry, target: Geometry) -> LayerScores:
+    """Probe all pairs of layers."""
+    tables = {kind: _probe(train, held_out, source, target, kind) for kind in KINDS}
+    return LayerScores(
+        {kind: tables[kind][0] for kind in KINDS},
+        {kind: tables[kind][1] for kind in KINDS},
+    )
+
+
+def _probe(
+    train: Moments, held_out: Moments, source: Geometry, target: Geometry, kind: str
+) -> tuple[Tensor, Tensor]:
+    """Return train and held-out R² [L_t, L_s] of one kind, averaged over target heads."""
+    tables = torch.zeros(2, target.layers, source.layers, dtype=torch.float64)
+    for head, source_head in enumerate(head_assignment(source.kv_heads, target.kv_heads)):
+        outputs = [Block("target", kind, layer, head) for layer in range(target.layers)]
+        for layer in range(source.layers):
+            inputs = [Block("source", kind, layer, source_head)]
+            fitted = train.covariance(inputs, outputs)
+            solution = solve(fitted, PROBE_RIDGE)
+            unseen = held_out.covariance(inputs, outputs)
+            for split, covariance in enumerate((fitted, unseen)):
+                tables[split, :, layer] += r2(covariance, *solution, target.head_size).cpu()
+    tables /= target.kv_heads
+    return tables[0], tables[1]
+
+
+def choose_top(scores: LayerScores, k: int) -> tuple[tuple[int, ...], ...]:
+    """Return for each target layer the k source layers of best training score, in layer order."""
+    best = scores.mean("train").topk(min(k, scores.mean("train").shape[1]), dim=1).indices
+    return tuple(tuple(sorted(row.tolist())) for row in best)
+
+
+def choose_greedy(
+    source_layers: int, target_layers: int, k: int, held_out_r2: Callable[[int, tuple[int, ...]], float]
+) -> tuple[tuple[int, ...], ...]:
+    """Add to each target layer the source layer that helps most, until k or until none helps.
+
+    Args:
+        held_out_r2: R² of a target layer fitted from some source layers, on held-out rows.
+    """
+    chosen = []
+    for layer in range(target_layers):
+        mine: tuple[int, ...] = ()
+        best = float("-inf")
+        while len(mine) < min(k, source_layers):
+            options = [tuple(sorted((*mine, s))) for s in range(source_layers) if s not in mine]
+            scored = max((held_out_r2(layer, option), option) for option in options)
+            if scored[0] <= best:
+                break
+            best, mine = scored
+        chosen.append(mine)
+    return tuple(chosen)
+
+
+def save_layers(
+    path: Path | str, scores: LayerScores, layers: tuple[tuple[int, ...], ...], metadata: dict[str, Any]
+) -> Path:
+    """Write R² tables and the choice as an artifact of kind "layers"."""
+    tensors = {
+        f"{split}.{kind}": getattr(scores, split)[kind] for split in ("train", "held_out") for kind in KINDS
+    }
+    return artifacts.write(path, "layers", tensors, metadata | {"layers": [list(row) for row in layers]})
+
+
+def load_layers(path: Path | str) -> tuple[LayerScores, tuple[tuple[int, ...], ...], dict[str, Any]]:
+    """Read R² tables, the choice and what it was made from."""
+    artifact = artifacts.open_artifact(path, "layers")
+    tables = [{kind: artifact.tensor(f"{split}.{kind}") for kind in KINDS} for split in ("train", "held_out")]
+    layers = tuple(tuple(int(layer) for layer in row) for row in artifact.metadata["layers"])
+    return LayerScores(*tables), layers, artifact.metadata

@@ -1,0 +1,25 @@
+"""The only package that touches transformers: names, loading, running."""
+
+from kvmap.models.load import LoadedModel, load
+from kvmap.models.names import Checkpoint, resolve
+from kvmap.models.run import (
+    continue_logits,
+    first_layer,
+    from_dynamic_cache,
+    generate,
+    prefill,
+    to_dynamic_cache,
+)
+
+__all__ = [
+    "Checkpoint",
+    "LoadedModel",
+    "continue_logits",
+    "first_layer",
+    "from_dynamic_cache",
+    "generate",
+    "load",
+    "prefill",
+    "resolve",
+    "to_dynamic_cache",
+]

@@ -1,0 +1,236 @@
+"""Open a checkpoint: weights, tokenizer and the signature that identifies both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvmap.errors import UsageError
+from kvmap.geometry import Geometry, Signature, json_digest
+from kvmap.models.names import KNOWN, Checkpoint, resolve
+from kvmap.models.probe import probe_rope, refuse_unsupported
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model ready to run, its tokenizer and its signature."""
+
+    model: nn.Module
+    tokenizer: Any
+    signature: Signature
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's input embedding."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model's weights, and so of its cache."""
+        return self.model.dtype
+
+
+def pick_device(device: str = "auto") -> str:
+    """Return the device "auto" stands for here."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pick_dtype(dtype: str, device: str) -> torch.dtype:
+    """Return a torch dtype; "auto" is bfloat16 on an accelerator and float32 on a CPU.
+
+    Raises:
+        UsageError: No such dtype.
+    """
+    if dtype == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise UsageError(f"no dtype {dtype!r}; expected auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def load(name: str, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
+    """Load a model by any name `resolve` takes and check its RoPE against itself.
+
+    Raises:
+        UsageError: Not found, not loadable, or of a kind whose cache cannot be mapped.
+    """
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = resolve(name)
+    place = pick_device(device)
+    config = load_config(checkpoint, trust_remote_code)
+    refuse_unsupported(config, name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint.location,
+            revision=checkpoint.revision,
+            dtype=pick_dtype(dtype, place),
+            trust_remote_code=trust_remote_code,
+            **({"device_map": "auto"} if place == "spread" else {}),
+        ).eval()
+        if place != "spread":
+            model.to(place)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise UsageError(_cannot_load(name, error)) from error
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code)
+    return wrap(model, tokenizer, checkpoint)
+
+
+def wrap(model: nn.Module, tokenizer: Any, checkpoint: Checkpoint) -> LoadedModel:
+    """Make a LoadedModel of a model in memory; its RoPE is probed.
+
+    Raises:
+        UsageError: The probe finds keys that kvmap cannot strip.
+    """
+    model.requires_grad_(False)
+    config = model.config.get_text_config(decoder=True)
+    shape = shape_of(config)
+    geometry = Geometry(**{**shape.__dict__, "rope": probe_rope(model, checkpoint.name)})
+    signature = Signature(
+        name=checkpoint.name,
+        revision=_revision(model, checkpoint),
+        config_digest=config_digest(config),
+        weights_digest=weights_digest(checkpoint, model),
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        template_digest=template_digest(tokenizer),
+        dtype=str(model.dtype).removeprefix("torch."),
+        geometry=geometry,
+    )
+    return LoadedModel(model, tokenizer, signature)
+
+
+def load_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> Any:
+    """Read a checkpoint's config; known names answer from the built-in table when offline.
+
+    Raises:
+        UsageError: No config can be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            checkpoint.location, revision=checkpoint.revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(_cannot_load(checkpoint.name, error)) from error
+    return config.get_text_config(decoder=True)
+
+
+def published_config(name: str) -> Any | None:
+    """Return the config of a known name from the built-in table, None where there is none."""
+    from transformers import AutoConfig
+
+    _, shape = KNOWN.get(name.partition("@")[0].lower(), (None, None))
+    if shape is None:
+        return None
+    return AutoConfig.for_model(**json.loads(json.dumps(shape)))
+
+
+def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False) -> Any:
+    """Load a checkpoint's tokenizer.
+
+    Raises:
+        UsageError: It cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            checkpoint.location, revision=checkpoint.revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(_cannot_load(checkpoint.name, error, "tokenizer")) from error
+
+
+def shape_of(config: Any) -> Geometry:
+    """Return the cache geometry a config states, without RoPE tables."""
+    query_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    return Geometry(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or query_heads,
+        head_size=head_size,
+        query_heads=query_heads,
+        hidden_size=config.hidden_size,
+        vocabulary=config.vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", 0) or 0,
+        model_type=config.model_type,
+        rope=(),
+    )
+
+
+_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
+
+
+def config_digest(config: Any) -> str:
+    """Return a digest of what a config says about the computation."""
+    data = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE}
+    return json_digest(json.loads(json.dumps(data, default=str)))
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return a digest of vocabulary, merges, normalisation and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    data = json.loads(backend.to_str()) if backend is not None else {"vocabulary": tokenizer.get_vocab()}
+    data.pop("truncation", None)
+    data.pop("padding", None)
+    specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token]
+    return json_digest([data, specials])
+
+
+def template_digest(tokenizer: Any) -> str:
+    """Return a digest of the chat template, empty templates included."""
+    return json_digest(tokenizer.chat_template)
+
+
+def weights_digest(checkpoint: Checkpoint, model: nn.Module | None = None) -> str:
+    """Return a digest of a checkpoint's weight files, or of the tensors of a model in memory."""
+    files = _weight_files(checkpoint)
+    if files:
+        return json_digest([[file.name, _file_digest(file)] for file in files])
+    digest = hashlib.sha256()
+    for name, tensor in sorted((model.state_dict() if model else {}).items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _weight_files(checkpoint: Checkpoint) -> list[Path]:
+    folder = Path(checkpoint.location)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(checkpoint.location, "config.json", revision=checkpoint.revision)
+        if not isinstance(found, str):
+            return []
+        folder = Path(found).parent
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _file_digest(path: Path) -> str:
+    """Return a file's sha256; the hub's cache names large files by it already."""
+    blob = path.resolve().name
+    if re.fullmatch(r"[0-9a-f]{64}", blob):
+        return blob
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _revision(model: nn.Module, checkpoint: Checkpoint) -> str | None:
+    return None if checkpoint.local else getattr(model.config, "_commit_hash", None) or checkpoint.revision
+
+
+def _cannot_load(name: str, error: Exception, what: str = "model") -> str:
+    reason = " ".join(str(error).split("\n")[0].split())[:200]
+    return f"cannot load the {what} {name!r}: {reason}; check the name with `kvmap models` or pass a local folder"
