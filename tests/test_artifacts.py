@@ -43,7 +43,7 @@ def refuse(path, problem, kind="map"):
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(f"{path}: ")
-    assert "run '" in message
+    assert "run `" in message
     assert caught.value.exit_code == 2
     return message
 
@@ -108,7 +108,7 @@ def test_every_flipped_byte_is_refused(tmp_path):
         bad = bytearray(good)
         bad[position] ^= 1 << position % 7
         path.write_bytes(bad)
-        with pytest.raises(UsageError, match=r"^.*x\.map: [^\n]*run '[^\n]*$"):
+        with pytest.raises(UsageError, match=r"^.*x\.map: [^\n]*run `[^\n]*$"):
             artifacts.open_artifact(path, "map")
 
 
@@ -126,14 +126,14 @@ def test_trailing_bytes_are_refused(saved):
 
 def test_another_kind_is_refused(saved):
     message = refuse(saved, "is a map file, where a layers was expected", kind="layers")
-    assert message.endswith("run 'kvmap select-layers CALIB -o LAYERS' to make one")
+    assert message.endswith("run `kvmap select-layers CALIB -o LAYERS` to make one")
 
 
 def test_a_newer_version_is_refused(saved, monkeypatch, tmp_path):
     monkeypatch.setattr(header, "VERSION", 2)
     newer = artifacts.write(tmp_path / "new.map", "map", tensors(), {})
     monkeypatch.undo()
-    refuse(newer, "version 2, newer than this kvmap's 1; run 'pip install")
+    refuse(newer, "version 2, newer than this kvmap's 1; run `pip install")
 
 
 def test_nan_is_refused_when_written_and_when_read(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_nan_is_refused_when_written_and_when_read(tmp_path, monkeypatch):
 
 
 def test_a_missing_tensor_is_named(saved):
-    with pytest.raises(UsageError, match=r"lacks the tensor 'c'; run 'kvmap fit"):
+    with pytest.raises(UsageError, match=r"lacks the tensor 'c'; run `kvmap fit"):
         artifacts.open_artifact(saved).tensor("c")
 
 
@@ -318,9 +318,9 @@ def test_writing_stops_before_work_on_what_is_there(saved, tmp_path):
         artifacts.refuse_overwrite(saved, force=False)
     artifacts.refuse_overwrite(saved, force=True)
     artifacts.refuse_overwrite(tmp_path / "new.map", force=False)
-    with pytest.raises(UsageError, match="no such folder; run 'mkdir -p "):
+    with pytest.raises(UsageError, match="no such folder; run `mkdir -p "):
         artifacts.refuse_overwrite(tmp_path / "absent" / "new.map", force=True)
-    with pytest.raises(UsageError, match="no such folder; run 'mkdir -p "):
+    with pytest.raises(UsageError, match="no such folder; run `mkdir -p "):
         artifacts.write(tmp_path / "absent" / "new.map", "map", {}, {})
 
 
@@ -336,7 +336,7 @@ def test_json_artifacts_are_checked_alike(tmp_path):
     good = path.read_text()
     for bad in [good.replace('"a"', '"b"'), good[:-10], "", "[]", good.replace("null", "NaN")]:
         path.write_text(bad)
-        with pytest.raises(UsageError, match=r"index\.json: [^\n]*run 'kvmap collect"):
+        with pytest.raises(UsageError, match=r"index\.json: [^\n]*run `kvmap collect"):
             artifacts.read_json(path, "calibration")
 
 
@@ -344,7 +344,7 @@ def test_peek_tells_the_kind_and_refuses_the_rest(saved, tmp_path):
     assert artifacts.peek(saved) == "map"
     report = artifacts.write_json(tmp_path / "report.json", {"kind": "report"})
     assert artifacts.peek(report) == "report"
-    with pytest.raises(UsageError, match=r"index\.json: no such file; run 'kvmap collect"):
+    with pytest.raises(UsageError, match=r"index\.json: no such file; run `kvmap collect"):
         artifacts.peek(tmp_path)
     with pytest.raises(UsageError, match="no such file"):
         artifacts.peek(Path("absent"))

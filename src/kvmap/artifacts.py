@@ -9,7 +9,6 @@ This module knows no models and no maths; it is the only one that touches safete
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,18 @@ from torch import Tensor
 
 from kvmap import atomic, header
 from kvmap.errors import KvmapError, UsageError
+from kvmap.header import without_nan
+
+__all__ = [
+    "Artifact",
+    "open_artifact",
+    "peek",
+    "read_json",
+    "refuse_overwrite",
+    "without_nan",
+    "write",
+    "write_json",
+]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -168,20 +179,9 @@ def refuse_overwrite(path: str | Path, force: bool) -> None:
     """
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
-        raise UsageError(f"{path}: no such folder; run 'mkdir -p {folder}' first")
+        raise UsageError(f"{path}: no such folder; run `mkdir -p {folder}` first")
     if os.path.lexists(path) and not force:
         raise UsageError(f"{path}: exists already; pass --force to replace it")
-
-
-def without_nan(data: Any) -> Any:
-    """Copy JSON-like data with null in place of NaN and infinity."""
-    if isinstance(data, Mapping):
-        return {str(key): without_nan(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [without_nan(value) for value in data]
-    if isinstance(data, float) and not math.isfinite(data):
-        return None
-    return data
 
 
 def _safetensors(tensors: Mapping[str, Tensor], text: str) -> Iterator[atomic.Chunk]:

@@ -50,7 +50,7 @@ def write(path: str | Path, chunks: Iterable[Chunk], private: bool = False) -> P
 
 def _check_replaceable(path: str | Path, target: Path) -> None:
     if not target.parent.is_dir():
-        raise UsageError(f"{path}: no such folder; run 'mkdir -p {target.parent}' first")
+        raise UsageError(f"{path}: no such folder; run `mkdir -p {target.parent}` first")
     # As root, replacing /dev/null would take the device away from the whole machine.
     if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
         raise UsageError(f"{path}: is no ordinary file; choose another path with --output")

@@ -7,6 +7,7 @@ of tensors.
 """
 
 import json
+import math
 import os
 import stat
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ MAXIMUM_BYTES = 100_000_000  # as safetensors has it
 MADE_BY = {
     "calibration": "kvmap collect SOURCE TARGET -o CALIB",
     "dump": "kvmap collect SOURCE TARGET -o CALIB",
+    "run": "kvmap collect SOURCE TARGET -o CALIB",
     "tokens": "kvmap collect SOURCE TARGET -o CALIB",
     "moments": "kvmap collect SOURCE TARGET -o CALIB",
     "layers": "kvmap select-layers CALIB -o LAYERS",
@@ -37,6 +39,17 @@ MADE_BY = {
 def dump(data: Any) -> str:
     """Write JSON in the one form that digests are taken of."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
+def without_nan(data: Any) -> Any:
+    """Copy JSON-like data with null in place of NaN and infinity."""
+    if isinstance(data, Mapping):
+        return {str(key): without_nan(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [without_nan(value) for value in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    return data
 
 
 def sealed(kind: str, provenance: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
@@ -65,7 +78,7 @@ def check(path: Path, fields: Any, kind: str | None) -> dict[str, Any]:
     if version > VERSION:
         raise UsageError(
             f"{path}: has format version {version}, newer than this kvmap's {VERSION}; "
-            "run 'pip install --upgrade kvmap'"
+            "run `pip install --upgrade kvmap`"
         )
     if kind is not None and found != kind:
         raise unusable(path, f"is a {found} file, where a {kind} was expected", kind)
@@ -129,8 +142,8 @@ def require_file(path: Path, kind: str | None) -> None:
 def unusable(path: str | Path, problem: str, kind: str | None) -> UsageError:
     """Say what is wrong with a file, and which command makes a good one."""
     if kind in MADE_BY:
-        return UsageError(f"{path}: {problem}; run '{MADE_BY[kind]}' to make one")
-    return UsageError(f"{path}: {problem}; run 'kvmap --help' for the commands that make files")
+        return UsageError(f"{path}: {problem}; run `{MADE_BY[kind]}` to make one")
+    return UsageError(f"{path}: {problem}; run `kvmap --help` for the commands that make files")
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
