@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
             laurel_rank=4,
             activation_sparsity_pattern=[0.0] * 3,
         ),
-        "shared",
+        "share",
     ),
 }
 

@@ -15,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from kvmap.models import LoadedModel, load
+
 torch.set_num_threads(1)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -44,6 +46,19 @@ def native(checkpoint) -> Callable[[str], PreTrainedModel]:
                 checkpoint(name), dtype=torch.float32
             ).eval()
         return loaded[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def loaded(checkpoint) -> Callable[..., LoadedModel]:
+    """Return a named tiny model as kvmap loads it, on the CPU."""
+    models = {}
+
+    def get(name: str, dtype: str = "float32") -> LoadedModel:
+        if (name, dtype) not in models:
+            models[name, dtype] = load(str(checkpoint(name)), device="cpu", dtype=dtype)
+        return models[name, dtype]
 
     return get
 
