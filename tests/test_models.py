@@ -7,6 +7,7 @@ import oracles
 import pytest
 import torch
 from conftest import token_ids
+from safetensors.torch import load_file, save_file
 
 from kvmap.errors import UsageError
 from kvmap.models import (
@@ -253,6 +254,19 @@ def test_damaged_weights_are_refused(checkpoint, tmp_path, damage):
         load(str(folder), device="cpu")
 
 
+def test_weights_that_lack_a_tensor_are_refused(checkpoint, tmp_path):
+    """transformers would fill it with random numbers and go on."""
+    folder = tmp_path / "gap"
+    shutil.copytree(checkpoint("llama_default"), folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.v_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UsageError, match=r"gap.*lack 1 weights, model\.layers\.1\.self_attn\.v_proj"
+    ):
+        load(str(folder), device="cpu")
+
+
 def test_folder_without_a_tokenizer_is_refused(checkpoint, tmp_path):
     folder = tmp_path / "mute"
     shutil.copytree(checkpoint("llama_default"), folder, ignore=shutil.ignore_patterns("token*"))
@@ -270,7 +284,7 @@ def test_auto_dtype_on_a_cpu_is_float32(checkpoint):
 
 
 def test_signature_tells_models_apart_and_nothing_else(loaded, checkpoint, tmp_path):
-    """Equal files anywhere are the same model; one weight, the tokenizer or the template are not."""
+    """Equal files anywhere are the same model; other weights, tokenizer or template are not."""
     one = loaded("llama_default").signature
     copy = tmp_path / "elsewhere"
     shutil.copytree(checkpoint("llama_default"), copy)

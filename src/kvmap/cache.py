@@ -73,12 +73,18 @@ class KVCache:
             grow(self.mask),
         )
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KVCache:
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> KVCache:
         """Move keys and values to a device and dtype."""
         move = lambda tensors: tuple(tensor.to(device=device, dtype=dtype) for tensor in tensors)  # noqa: E731
         place = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
         return KVCache(
-            move(self.keys), move(self.values), place(self.positions), place(self.token_ids), place(self.mask)
+            move(self.keys),
+            move(self.values),
+            place(self.positions),
+            place(self.token_ids),
+            place(self.mask),
         )
 
 
@@ -129,7 +135,9 @@ def load_cache(path: Path | str) -> tuple[KVCache, Signature]:
             artifact.tensor("mask") if "mask" in names else None,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path}: the cache lacks {error}; make it again with `kvmap transfer`") from error
+        raise UsageError(
+            f"{path}: the cache lacks {error}; make it again with `kvmap transfer`"
+        ) from error
     check_shapes(cache, signature, str(path))
     return cache, signature
 
@@ -141,8 +149,20 @@ def check_shapes(cache: KVCache, signature: Signature, where: str) -> None:
         UsageError: Naming the first tensor that does not.
     """
     geometry = signature.geometry
+    if cache.positions.dim() != 2 or cache.positions.dtype != torch.int64:
+        found = f"{tuple(cache.positions.shape)} {cache.positions.dtype}"
+        raise UsageError(f"{where}: the positions are {found}, expected [batch, tokens] int64")
+    for name in ("token_ids", "mask"):
+        tensor = getattr(cache, name)
+        if tensor is not None and tensor.shape != cache.positions.shape:
+            raise UsageError(
+                f"{where}: {name} has shape {tuple(tensor.shape)}, "
+                f"expected {tuple(cache.positions.shape)} like the positions"
+            )
     if cache.layers != geometry.layers:
-        raise UsageError(f"{where}: found {cache.layers} layers, expected {geometry.layers} of {signature.name}")
+        raise UsageError(
+            f"{where}: found {cache.layers} layers, expected {geometry.layers} of {signature.name}"
+        )
     shape = (cache.positions.shape[0], geometry.kv_heads, cache.tokens, geometry.head_size)
     for layer in range(cache.layers):
         for kind, tensor in (("keys", cache.keys[layer]), ("values", cache.values[layer])):

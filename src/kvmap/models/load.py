@@ -59,12 +59,15 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def load(name: str, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
+def load(
+    name: str, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+) -> LoadedModel:
     """Load a model by any name `resolve` takes and check its RoPE against itself.
 
     Raises:
         UsageError: Not found, not loadable, or of a kind whose cache cannot be mapped.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     checkpoint = resolve(name)
@@ -72,19 +75,25 @@ def load(name: str, device: str = "auto", dtype: str = "auto", trust_remote_code
     config = load_config(checkpoint, trust_remote_code)
     refuse_unsupported(config, name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             checkpoint.location,
             revision=checkpoint.revision,
             dtype=pick_dtype(dtype, place),
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
             **({"device_map": "auto"} if place == "spread" else {}),
-        ).eval()
+        )
         if place != "spread":
             model.to(place)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise UsageError(_cannot_load(name, error)) from error
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(
+            f"cannot load the model {name!r}: its files lack {len(missing)} weights, {missing[0]} first; "
+            "download or save it again"
+        )
     tokenizer = load_tokenizer(checkpoint, trust_remote_code)
-    return wrap(model, tokenizer, checkpoint)
+    return wrap(model.eval(), tokenizer, checkpoint)
 
 
 def wrap(model: nn.Module, tokenizer: Any, checkpoint: Checkpoint) -> LoadedModel:
@@ -170,7 +179,14 @@ def shape_of(config: Any) -> Geometry:
     )
 
 
-_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
+_VOLATILE = (
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "use_cache",
+)
 
 
 def config_digest(config: Any) -> str:
@@ -182,7 +198,11 @@ def config_digest(config: Any) -> str:
 def tokenizer_digest(tokenizer: Any) -> str:
     """Return a digest of vocabulary, merges, normalisation and special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    data = json.loads(backend.to_str()) if backend is not None else {"vocabulary": tokenizer.get_vocab()}
+    data = (
+        json.loads(backend.to_str())
+        if backend is not None
+        else {"vocabulary": tokenizer.get_vocab()}
+    )
     data.pop("truncation", None)
     data.pop("padding", None)
     specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token]
@@ -211,7 +231,9 @@ def _weight_files(checkpoint: Checkpoint) -> list[Path]:
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(checkpoint.location, "config.json", revision=checkpoint.revision)
+        found = try_to_load_from_cache(
+            checkpoint.location, "config.json", revision=checkpoint.revision
+        )
         if not isinstance(found, str):
             return []
         folder = Path(found).parent
@@ -228,7 +250,11 @@ def _file_digest(path: Path) -> str:
 
 
 def _revision(model: nn.Module, checkpoint: Checkpoint) -> str | None:
-    return None if checkpoint.local else getattr(model.config, "_commit_hash", None) or checkpoint.revision
+    return (
+        None
+        if checkpoint.local
+        else getattr(model.config, "_commit_hash", None) or checkpoint.revision
+    )
 
 
 def _cannot_load(name: str, error: Exception, what: str = "model") -> str:

@@ -32,9 +32,15 @@ def refuse_unsupported(config: Any, name: str) -> None:
         UsageError: Naming the kind found.
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    window = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
+    window = (
+        getattr(config, "sliding_window", None)
+        if not getattr(config, "layer_types", None)
+        else None
+    )
     rope = getattr(config, "rope_parameters", None) or {}
-    rope_types = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    rope_types = {rope.get("rope_type")} | {
+        v.get("rope_type") for v in rope.values() if isinstance(v, dict)
+    }
     reasons = {
         "multi-head latent attention (MLA)": getattr(config, "kv_lora_rank", None),
         f"layers of kind {', '.join(sorted(kinds))}": kinds,
@@ -46,7 +52,9 @@ def refuse_unsupported(config: Any, name: str) -> None:
     }
     found = [reason for reason, present in reasons.items() if present]
     if found:
-        raise UsageError(f"{name} ({config.model_type}) has {found[0]}; kvmap maps plain full-attention caches only")
+        raise UsageError(
+            f"{name} ({config.model_type}) has {found[0]}; kvmap maps plain full-attention caches only"
+        )
 
 
 def probe_rope(model: nn.Module, name: str) -> tuple[RopeTable | None, ...]:
@@ -57,6 +65,9 @@ def probe_rope(model: nn.Module, name: str) -> tuple[RopeTable | None, ...]:
     """
     positions = torch.arange(PROBE_TOKENS) * 7 + 5
     before, cached = _run(model, positions)
+    unturned = [layer for layer in range(len(cached)) if layer not in before]
+    if unturned:
+        _refuse_unseen_rotation(model, positions, cached, unturned, name)
     tables = []
     for layer, keys in enumerate(cached):
         table = _match(model, before.get(layer), keys, positions, f"{name}, layer {layer}")
@@ -64,10 +75,28 @@ def probe_rope(model: nn.Module, name: str) -> tuple[RopeTable | None, ...]:
     return tuple(tables)
 
 
+def _refuse_unseen_rotation(
+    model: nn.Module, positions: Tensor, cached: list[Tensor], layers: list[int], name: str
+) -> None:
+    """Refuse keys that never reach a rotation known here and yet move with their positions.
+
+    Moving all positions by the same amount leaves keys without a position as they were.
+    """
+    _, moved = _run(model, positions + PROBE_TOKENS)
+    for layer in layers:
+        error = (moved[layer].float() - cached[layer].float()).norm() / cached[layer].float().norm()
+        if not float(error) <= TOLERANCES.get(cached[layer].dtype, 1e-4):
+            raise UsageError(
+                f"{name}, layer {layer}: its keys depend on their positions by {float(error):.1%}, "
+                "but not through a rotation that kvmap knows; not supported"
+            )
+
+
 def _run(model: nn.Module, positions: Tensor) -> tuple[dict[int, Tensor], list[Tensor]]:
     """Return keys before rotation by layer, and cached keys, [1, H, T, D]."""
-    from kvmap.models.run import cache_keyword
     from transformers import DynamicCache
+
+    from kvmap.models.run import cache_keyword
 
     device = model.get_input_embeddings().weight.device
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -120,7 +149,10 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     """Return the modules that write keys and values, by layer."""
     found = {}
     for module in model.modules():
-        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
+        if (
+            isinstance(getattr(module, "layer_idx", None), int)
+            and "Attention" in type(module).__name__
+        ):
             found[module.layer_idx] = module
     return dict(sorted(found.items()))
 
@@ -141,5 +173,7 @@ def _match(
         errors[table] = float(error)
     table = min(errors, key=errors.get)
     if not errors[table] <= TOLERANCES.get(cached.dtype, 1e-4):
-        raise UsageError(f"{where}: stripping RoPE misses the model's own key by {errors[table]:.1%}; not supported")
+        raise UsageError(
+            f"{where}: stripping RoPE misses the model's own key by {errors[table]:.1%}; not supported"
+        )
     return table
