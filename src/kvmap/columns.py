@@ -40,7 +40,9 @@ def head_assignment(source_heads: int, target_heads: int) -> tuple[int, ...]:
     return tuple(head * source_heads // target_heads for head in range(target_heads))
 
 
-def blocks(geometry: Geometry, side: str, kind: str, heads: tuple[int, ...] | None = None) -> Iterator[Block]:
+def blocks(
+    geometry: Geometry, side: str, kind: str, heads: tuple[int, ...] | None = None
+) -> Iterator[Block]:
     """Yield one side's blocks of a kind, layer by layer, head by head."""
     for layer in range(geometry.layers):
         for head in heads if heads is not None else range(geometry.kv_heads):

@@ -30,7 +30,10 @@ class RopeTable:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shape of a model's cache; `rope` has one table per layer, None where keys carry no position."""
+    """Shape of a model's cache.
+
+    `rope` has one table per layer, None where keys carry no position.
+    """
 
     layers: int
     kv_heads: int
@@ -104,8 +107,13 @@ class Signature:
 
     @cached_property
     def digest(self) -> str:
-        """Return one digest of the weights, config, tokenizer and template, not of name, dtype or revision."""
-        parts = (self.config_digest, self.weights_digest, self.tokenizer_digest, self.template_digest)
+        """Digest weights, config, tokenizer and template; name, dtype and revision do not count."""
+        parts = (
+            self.config_digest,
+            self.weights_digest,
+            self.tokenizer_digest,
+            self.template_digest,
+        )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

@@ -45,20 +45,26 @@ def check_pair(cmap: CacheMap, source: LoadedModel | None, target: LoadedModel |
     Raises:
         UsageError: One is another model.
     """
-    for side, expected, loaded in (("source", cmap.source, source), ("target", cmap.target, target)):
+    for side, expected, loaded in (
+        ("source", cmap.source, source),
+        ("target", cmap.target, target),
+    ):
         if loaded is not None and loaded.signature.digest != expected.digest:
             raise UsageError(
                 f"the map's {side} is {expected.name} (digest {expected.digest[:12]}), found "
-                f"{loaded.signature.name} (digest {loaded.signature.digest[:12]}); fit a map for this pair"
+                f"{loaded.signature.name} (digest {loaded.signature.digest[:12]}); "
+                "fit a map for this pair"
             )
 
 
 def tail_length(native_tail: int, tokens: int) -> int:
-    """Return how many last tokens run natively: at least 1, at most a small share of the context."""
+    """Return how many last tokens run natively: 1 to a small share of the context."""
     return max(1, min(native_tail, int(tokens * MAX_TAIL_SHARE)))
 
 
-def handoff(cmap: CacheMap, target: LoadedModel, source_cache: KVCache, token_ids: Tensor) -> Handoff:
+def handoff(
+    cmap: CacheMap, target: LoadedModel, source_cache: KVCache, token_ids: Tensor
+) -> Handoff:
     """Return the target's cache of tokens [B, T] that the source has read.
 
     Args:
@@ -81,10 +87,17 @@ def handoff(cmap: CacheMap, target: LoadedModel, source_cache: KVCache, token_id
     past = parts[0] if len(parts) == 1 else concat(*parts) if parts else None
     cache, logits = prefill(target, token_ids[:, tokens - tail :], past=past)
     clock.lap("tail")
-    return Handoff(cache, logits[:, -1], "applied" if middle is not None else "fallback_reprefill", clock.seconds)
+    return Handoff(
+        cache,
+        logits[:, -1],
+        "applied" if middle is not None else "fallback_reprefill",
+        clock.seconds,
+    )
 
 
-def map_middle(cmap: CacheMap, target: LoadedModel, middle: KVCache, clock: _Clock | None = None) -> KVCache:
+def map_middle(
+    cmap: CacheMap, target: LoadedModel, middle: KVCache, clock: _Clock | None = None
+) -> KVCache:
     """Map part of a source's cache, with the target's own first layer where the map reads it."""
     clock = clock or _Clock(target.device)
     first = None
@@ -98,14 +111,21 @@ def map_middle(cmap: CacheMap, target: LoadedModel, middle: KVCache, clock: _Clo
 
 def _middle(source_cache: KVCache, token_ids: Tensor, head: int, stop: int) -> KVCache | None:
     if source_cache.tokens < stop:
-        raise UsageError(f"the source's cache has {source_cache.tokens} tokens, expected at least {stop}")
+        raise UsageError(
+            f"the source's cache has {source_cache.tokens} tokens, expected at least {stop}"
+        )
     known = source_cache.token_ids
     if known is not None and not torch.equal(known[:, :stop].cpu(), token_ids[:, :stop].cpu()):
-        raise UsageError("the source's cache was made from other tokens than this context; prefill the source again")
+        raise UsageError(
+            "the source's cache was made from other tokens than this context; "
+            "prefill the source again"
+        )
     if stop <= head:
         return None
     middle = source_cache.slice(head, stop)
-    return KVCache(middle.keys, middle.values, middle.positions, token_ids[:, head:stop], middle.mask)
+    return KVCache(
+        middle.keys, middle.values, middle.positions, token_ids[:, head:stop], middle.mask
+    )
 
 
 class _Clock:

@@ -38,7 +38,9 @@ class LayerScores:
         return (tables["key"] + tables["value"]) / 2
 
 
-def score_layers(train: Moments, held_out: Moments, source: Geometry, target: Geometry) -> LayerScores:
+def score_layers(
+    train: Moments, held_out: Moments, source: Geometry, target: Geometry
+) -> LayerScores:
     """Probe all pairs of layers."""
     tables = {kind: _probe(train, held_out, source, target, kind) for kind in KINDS}
     return LayerScores(
@@ -72,7 +74,10 @@ def choose_top(scores: LayerScores, k: int) -> tuple[tuple[int, ...], ...]:
 
 
 def choose_greedy(
-    source_layers: int, target_layers: int, k: int, held_out_r2: Callable[[int, tuple[int, ...]], float]
+    source_layers: int,
+    target_layers: int,
+    k: int,
+    held_out_r2: Callable[[int, tuple[int, ...]], float],
 ) -> tuple[tuple[int, ...], ...]:
     """Add to each target layer the source layer that helps most, until k or until none helps.
 
@@ -94,18 +99,30 @@ def choose_greedy(
 
 
 def save_layers(
-    path: Path | str, scores: LayerScores, layers: tuple[tuple[int, ...], ...], metadata: dict[str, Any]
+    path: Path | str,
+    scores: LayerScores,
+    layers: tuple[tuple[int, ...], ...],
+    metadata: dict[str, Any],
 ) -> Path:
     """Write R² tables and the choice as an artifact of kind "layers"."""
     tensors = {
-        f"{split}.{kind}": getattr(scores, split)[kind] for split in ("train", "held_out") for kind in KINDS
+        f"{split}.{kind}": getattr(scores, split)[kind]
+        for split in ("train", "held_out")
+        for kind in KINDS
     }
-    return artifacts.write(path, "layers", tensors, metadata | {"layers": [list(row) for row in layers]})
+    return artifacts.write(
+        path, "layers", tensors, metadata | {"layers": [list(row) for row in layers]}
+    )
 
 
-def load_layers(path: Path | str) -> tuple[LayerScores, tuple[tuple[int, ...], ...], dict[str, Any]]:
+def load_layers(
+    path: Path | str,
+) -> tuple[LayerScores, tuple[tuple[int, ...], ...], dict[str, Any]]:
     """Read R² tables, the choice and what it was made from."""
     artifact = artifacts.open_artifact(path, "layers")
-    tables = [{kind: artifact.tensor(f"{split}.{kind}") for kind in KINDS} for split in ("train", "held_out")]
+    tables = [
+        {kind: artifact.tensor(f"{split}.{kind}") for kind in KINDS}
+        for split in ("train", "held_out")
+    ]
     layers = tuple(tuple(int(layer) for layer in row) for row in artifact.metadata["layers"])
     return LayerScores(*tables), layers, artifact.metadata

@@ -107,7 +107,8 @@ class CacheMap:
         """Return the map with its weights on a device, in a dtype."""
         move = lambda part: Affine(part.weight.to(device, dtype), part.bias.to(device, dtype))  # noqa: E731
         layers = tuple(
-            layer and LayerMap(layer.source_layers, move(layer.key), move(layer.value)) for layer in self.layers
+            layer and LayerMap(layer.source_layers, move(layer.key), move(layer.value))
+            for layer in self.layers
         )
         return CacheMap(self.source, self.target, layers, self.options, self.provenance)
 
@@ -132,14 +133,19 @@ class CacheMap:
         for start in range(0, cache.tokens, TOKEN_CHUNK):
             stop = min(start + TOKEN_CHUNK, cache.tokens)
             part = None if first is None else tuple(tensor[:, :, start:stop] for tensor in first)
-            self._apply_chunk(cache.slice(start, stop), part, [t[:, :, start:stop] for t in (*keys, *values)])
+            self._apply_chunk(
+                cache.slice(start, stop), part, [t[:, :, start:stop] for t in (*keys, *values)]
+            )
         return KVCache(tuple(keys), tuple(values), cache.positions, cache.token_ids, cache.mask)
 
     def _allocate(self, cache: KVCache) -> tuple[list[Tensor], list[Tensor]]:
         geometry = self.target.geometry
         shape = (cache.positions.shape[0], geometry.kv_heads, cache.tokens, geometry.head_size)
         like = cache.keys[0]
-        made = [torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2 * geometry.layers)]
+        made = [
+            torch.empty(shape, dtype=like.dtype, device=like.device)
+            for _ in range(2 * geometry.layers)
+        ]
         return made[: geometry.layers], made[geometry.layers :]
 
     def _apply_chunk(self, cache: KVCache, first: FirstLayer | None, out: list[Tensor]) -> None:
@@ -158,7 +164,9 @@ class CacheMap:
             key_out.copy_(rotate(mapped["key"], cache.positions, table))
             value_out.copy_(mapped["value"])
 
-    def _anchors(self, first: FirstLayer | None, positions: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    def _anchors(
+        self, first: FirstLayer | None, positions: Tensor, dtype: torch.dtype
+    ) -> list[Tensor]:
         if not self.options.anchor:
             return []
         content = strip(first[0], positions, self.target.geometry.rope[0])
@@ -223,14 +231,18 @@ class CacheMap:
         artifact = artifacts.open_artifact(path, "map")
         data = artifact.metadata
         try:
-            options = MapOptions(**{**data["options"], "assignment": tuple(data["options"]["assignment"])})
+            options = MapOptions(
+                **{**data["options"], "assignment": tuple(data["options"]["assignment"])}
+            )
             source, target = (Signature.from_json(data[side]) for side in ("source", "target"))
             layers = tuple(
                 None if chosen is None else _load_layer(artifact, index, tuple(chosen))
                 for index, chosen in enumerate(data["layers"])
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path}: the map's header is not sound ({error}); fit it again") from error
+            raise UsageError(
+                f"{path}: the map's header is not sound ({error}); fit it again"
+            ) from error
         made = cls(source, target, layers, options, data["provenance"])
         _check_weights(made, path)
         return made
@@ -238,7 +250,9 @@ class CacheMap:
 
 def _load_layer(artifact: Any, index: int, source_layers: tuple[int, ...]) -> LayerMap:
     parts = {
-        kind: Affine(*(artifact.tensor(f"layers.{index}.{kind}.{part}") for part in ("weight", "bias")))
+        kind: Affine(
+            *(artifact.tensor(f"layers.{index}.{kind}.{part}") for part in ("weight", "bias"))
+        )
         for kind in KINDS
     }
     return LayerMap(source_layers, **parts)
@@ -247,16 +261,23 @@ def _load_layer(artifact: Any, index: int, source_layers: tuple[int, ...]) -> La
 def _check_weights(made: CacheMap, path: Path | str) -> None:
     source, target = made.source.geometry, made.target.geometry
     if len(made.layers) != target.layers:
-        raise UsageError(f"{path}: found {len(made.layers)} layers, expected {target.layers}; fit the map again")
+        raise UsageError(
+            f"{path}: found {len(made.layers)} layers, expected {target.layers}; fit the map again"
+        )
     for index, layer in enumerate(made.layers):
         for kind in KINDS if layer else ():
             expected = weight_shape(made.options, len(layer.source_layers), source, target)
             found = tuple(layer.of(kind).weight.shape)
             if found != expected or max(layer.source_layers, default=0) >= source.layers:
-                raise UsageError(f"{path}: layer {index}'s {kind} weight is {found}, expected {expected}; fit again")
+                raise UsageError(
+                    f"{path}: layer {index}'s {kind} weight is {found}, "
+                    f"expected {expected}; fit the map again"
+                )
 
 
-def weight_shape(options: MapOptions, k: int, source: Geometry, target: Geometry) -> tuple[int, int, int]:
+def weight_shape(
+    options: MapOptions, k: int, source: Geometry, target: Geometry
+) -> tuple[int, int, int]:
     """Return [G, p, q] of one layer's key or value weight for k source layers."""
     kinds = 2 if options.joint else 1
     if options.heads == "matched":
@@ -267,7 +288,11 @@ def weight_shape(options: MapOptions, k: int, source: Geometry, target: Geometry
 
 
 def input_blocks(
-    options: MapOptions, source_layers: tuple[int, ...], kind: str, head: int | None, heads: tuple[int, int]
+    options: MapOptions,
+    source_layers: tuple[int, ...],
+    kind: str,
+    head: int | None,
+    heads: tuple[int, int],
 ) -> list[Block]:
     """Return a regression's inputs in the order `CacheMap.apply` lays them side by side.
 
@@ -291,6 +316,8 @@ def content_entries(
     """Return content keys and values [B, H, T, D] of some layers; each layer is stripped once."""
     entries = {}
     for layer in layers:
-        entries["key", layer] = strip(cache.keys[layer], cache.positions, geometry.rope[layer]).to(dtype)
+        entries["key", layer] = strip(cache.keys[layer], cache.positions, geometry.rope[layer]).to(
+            dtype
+        )
         entries["value", layer] = cache.values[layer].to(dtype)
     return entries

@@ -45,7 +45,9 @@ class Rows:
 class Moments:
     """Second moments of several groups of blocks over the same rows."""
 
-    def __init__(self, groups: tuple[Group, ...], sizes: dict[str, int], device: str = "cpu") -> None:
+    def __init__(
+        self, groups: tuple[Group, ...], sizes: dict[str, int], device: str = "cpu"
+    ) -> None:
         """Start empty; `sizes` gives the head size D of "source" and "target"."""
         self.groups = groups
         self.sizes = sizes
@@ -61,7 +63,9 @@ class Moments:
                 "output_square": (q,),
             }
             for name, shape in shapes.items():
-                self.tensors[f"{group.name}.{name}"] = torch.zeros(shape, dtype=ACCUMULATE, device=device)
+                self.tensors[f"{group.name}.{name}"] = torch.zeros(
+                    shape, dtype=ACCUMULATE, device=device
+                )
 
     def _width(self, blocks: Iterable[Block]) -> int:
         return sum(self.sizes[block.side] for block in blocks)
@@ -101,7 +105,10 @@ class Moments:
             UsageError: The groups differ.
         """
         if (self.groups, self.sizes) != (other.groups, other.sizes):
-            raise UsageError("the moments cover different blocks of the caches; collect both with the same options")
+            raise UsageError(
+                "the moments cover different blocks of the caches; "
+                "collect both with the same options"
+            )
         for group in self.groups:
             mine, theirs = self._of(group), other._of(group)
             for name in ("gram", "cross", "output_square"):
@@ -147,8 +154,10 @@ class Moments:
         return torch.cat([torch.arange(starts[b], starts[b] + self.sizes[b.side]) for b in want])
 
 
-def _merge_means(mine: dict[str, Tensor], count: float, input_mean: Tensor, output_mean: Tensor) -> None:
-    """Merge means and the between-batch part of the sums; the within-batch part is added already."""
+def _merge_means(
+    mine: dict[str, Tensor], count: float, input_mean: Tensor, output_mean: Tensor
+) -> None:
+    """Merge means and the between-batch part of the sums; the within-batch part is in already."""
     have = mine["count"].item()
     if count == 0:
         return

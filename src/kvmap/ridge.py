@@ -37,7 +37,7 @@ class Covariance:
 
     @property
     def rows_per_input(self) -> float:
-        """n / p; near 1 the in-sample R² says nothing."""
+        """N / p; near 1 the in-sample R² says nothing."""
         return float(self.count) / max(len(self.input_mean), 1)
 
 

@@ -1,6 +1,6 @@
 """Make a map: one file per method, a dict of methods."""
 
-from kvmap.fit.closed_form import FitScores, Splits, fit_closed_form
+from kvmap.fit.closed_form import FitScores, Splits, fit_closed_form, layer_score
 from kvmap.fit.recipes import DEFAULT_RECIPE, RECIPES, Recipe, recipe, with_assignment
 
 METHODS = {"closed-form": fit_closed_form}
@@ -13,6 +13,7 @@ __all__ = [
     "Recipe",
     "Splits",
     "fit_closed_form",
+    "layer_score",
     "recipe",
     "with_assignment",
 ]

@@ -66,12 +66,24 @@ def fit_closed_form(
         if index == 0 and options.exact_first:
             fitted.append(None)
             continue
-        parts = {kind: _fit_kind(splits, index, chosen, kind, options, ridge, scores) for kind in KINDS}
+        parts = {
+            kind: _fit_kind(splits, index, chosen, kind, options, ridge, scores) for kind in KINDS
+        }
         inputs = max(inputs, parts["key"].weight.shape[1])
         fitted.append(LayerMap(tuple(chosen), **parts))
         progress()
     ratio = splits.train.count / max(inputs, 1)
     return tuple(fitted), FitScores(*scores, rows_per_input=ratio)
+
+
+def layer_score(
+    splits: Splits, index: int, chosen: tuple[int, ...], options: MapOptions, ridge: float
+) -> float:
+    """Return one target layer's held-out R², mean over K, V and heads, from some source layers."""
+    scores = _empty_scores(splits.target)
+    for kind in KINDS:
+        _fit_kind(splits, index, chosen, kind, options, ridge, scores)
+    return float(sum(scores[1][kind][index].mean() for kind in KINDS)) / len(KINDS)
 
 
 def _empty_scores(target: Geometry) -> tuple[dict, dict, dict]:
@@ -117,6 +129,7 @@ def choose_ridge(problems: list[tuple[Covariance, Covariance]]) -> float:
     errors = {}
     for value in RIDGE_GRID:
         errors[value] = sum(
-            float(squared_error(held_out, *solve(train, value)).sum()) for train, held_out in problems
+            float(squared_error(held_out, *solve(train, value)).sum())
+            for train, held_out in problems
         )
     return min(errors, key=errors.get)

@@ -49,12 +49,20 @@ _MINISTRAL_ROPE = {
 }
 
 
-def _family(model_type: str, vocabulary: int, positions: int, rope: dict, **common: Any) -> dict[str, Any]:
-    shared = {"vocab_size": vocabulary, "max_position_embeddings": positions, "rope_parameters": rope}
+def _family(
+    model_type: str, vocabulary: int, positions: int, rope: dict, **common: Any
+) -> dict[str, Any]:
+    shared = {
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "rope_parameters": rope,
+    }
     return {"model_type": model_type, **shared, **common}
 
 
-def _shape(family: dict, layers: int, hidden: int, ffn: int, heads: tuple[int, int, int], tied=False) -> dict:
+def _shape(
+    family: dict, layers: int, hidden: int, ffn: int, heads: tuple[int, int, int], tied=False
+) -> dict:
     query_heads, kv_heads, head_size = heads
     return family | {
         "num_hidden_layers": layers,
@@ -71,7 +79,9 @@ _QWEN3 = _family("qwen3", 151936, 40960, {"rope_type": "default", "rope_theta": 
 _LLAMA31 = _family("llama", 128256, 131072, _LLAMA3_ROPE | {"factor": 8.0})
 _LLAMA32 = _family("llama", 128256, 131072, _LLAMA3_ROPE | {"factor": 32.0})
 _MINISTRAL3 = _family("ministral3", 131072, 262144, _MINISTRAL_ROPE)
-_SMOLLM2 = _family("llama", 49152, 8192, {"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=True)
+_SMOLLM2 = _family(
+    "llama", 49152, 8192, {"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=True
+)
 
 # name: (hub id, config of the published checkpoint; None where its own config file is at hand)
 KNOWN: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -81,18 +91,42 @@ KNOWN: dict[str, tuple[str, dict[str, Any] | None]] = {
     "qwen3-8b": ("Qwen/Qwen3-8B", _shape(_QWEN3, 36, 4096, 12288, (32, 8, 128))),
     "qwen3-14b": ("Qwen/Qwen3-14B", _shape(_QWEN3, 40, 5120, 17408, (40, 8, 128))),
     "qwen3-32b": ("Qwen/Qwen3-32B", _shape(_QWEN3, 64, 5120, 25600, (64, 8, 128))),
-    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", _shape(_LLAMA31, 32, 4096, 14336, (32, 8, 128))),
-    "llama-3.1-70b": ("meta-llama/Llama-3.1-70B-Instruct", _shape(_LLAMA31, 80, 8192, 28672, (64, 8, 128))),
-    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B-Instruct", _shape(_LLAMA32, 16, 2048, 8192, (32, 8, 64), True)),
-    "llama-3.2-3b": ("meta-llama/Llama-3.2-3B-Instruct", _shape(_LLAMA32, 28, 3072, 8192, (24, 8, 128), True)),
+    "llama-3.1-8b": (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        _shape(_LLAMA31, 32, 4096, 14336, (32, 8, 128)),
+    ),
+    "llama-3.1-70b": (
+        "meta-llama/Llama-3.1-70B-Instruct",
+        _shape(_LLAMA31, 80, 8192, 28672, (64, 8, 128)),
+    ),
+    "llama-3.2-1b": (
+        "meta-llama/Llama-3.2-1B-Instruct",
+        _shape(_LLAMA32, 16, 2048, 8192, (32, 8, 64), True),
+    ),
+    "llama-3.2-3b": (
+        "meta-llama/Llama-3.2-3B-Instruct",
+        _shape(_LLAMA32, 28, 3072, 8192, (24, 8, 128), True),
+    ),
     "ministral-3-3b": (
         "mistralai/Ministral-3-3B-Instruct-2512",
         _shape(_MINISTRAL3, 26, 3072, 9216, (32, 8, 128), True),
     ),
-    "ministral-3-8b": ("mistralai/Ministral-3-8B-Instruct-2512", _shape(_MINISTRAL3, 34, 4096, 14336, (32, 8, 128))),
-    "ministral-3-14b": ("mistralai/Ministral-3-14B-Instruct-2512", _shape(_MINISTRAL3, 40, 5120, 16384, (32, 8, 128))),
-    "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", _shape(_SMOLLM2, 30, 576, 1536, (9, 3, 64), True)),
-    "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M-Instruct", _shape(_SMOLLM2, 32, 960, 2560, (15, 5, 64), True)),
+    "ministral-3-8b": (
+        "mistralai/Ministral-3-8B-Instruct-2512",
+        _shape(_MINISTRAL3, 34, 4096, 14336, (32, 8, 128)),
+    ),
+    "ministral-3-14b": (
+        "mistralai/Ministral-3-14B-Instruct-2512",
+        _shape(_MINISTRAL3, 40, 5120, 16384, (32, 8, 128)),
+    ),
+    "smollm2-135m": (
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        _shape(_SMOLLM2, 30, 576, 1536, (9, 3, 64), True),
+    ),
+    "smollm2-360m": (
+        "HuggingFaceTB/SmolLM2-360M-Instruct",
+        _shape(_SMOLLM2, 32, 960, 2560, (15, 5, 64), True),
+    ),
     "smollm2-1.7b": (
         "HuggingFaceTB/SmolLM2-1.7B-Instruct",
         _shape(
@@ -119,7 +153,11 @@ def resolve(name: str) -> Checkpoint:
         UsageError: Nothing of that name; says what is near.
     """
     if name in demo.MODELS:
-        folder = Path(os.environ.get("KVMAP_DEMO_MODELS", "")) / name if "KVMAP_DEMO_MODELS" in os.environ else None
+        folder = (
+            Path(os.environ.get("KVMAP_DEMO_MODELS", "")) / name
+            if "KVMAP_DEMO_MODELS" in os.environ
+            else None
+        )
         return Checkpoint(name, str(folder or demo.checkpoint_path(name)))
     if Path(name).is_dir():
         return Checkpoint(name, str(Path(name).resolve()))
@@ -135,4 +173,6 @@ def resolve(name: str) -> Checkpoint:
 def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), names(), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`kvmap models` lists the names known"
-    return f"no model named {name!r}: neither a known name, a folder nor a hub id (owner/name); {hint}"
+    return (
+        f"no model named {name!r}: neither a known name, a folder nor a hub id (owner/name); {hint}"
+    )

@@ -53,7 +53,8 @@ def refuse_unsupported(config: Any, name: str) -> None:
     found = [reason for reason, present in reasons.items() if present]
     if found:
         raise UsageError(
-            f"{name} ({config.model_type}) has {found[0]}; kvmap maps plain full-attention caches only"
+            f"{name} ({config.model_type}) has {found[0]}; "
+            "kvmap maps plain full-attention caches only"
         )
 
 

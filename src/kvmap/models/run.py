@@ -32,7 +32,9 @@ def to_dynamic_cache(cache: KVCache, loaded: LoadedModel) -> Any:
     return built
 
 
-def from_dynamic_cache(built: Any, positions: Tensor, token_ids: Tensor | None, mask: Tensor | None) -> KVCache:
+def from_dynamic_cache(
+    built: Any, positions: Tensor, token_ids: Tensor | None, mask: Tensor | None
+) -> KVCache:
     """Return the tensors of a DynamicCache that covers these positions [B, T]."""
     keys = tuple(layer.keys for layer in built.layers)
     values = tuple(layer.values for layer in built.layers)
@@ -76,11 +78,15 @@ def prefill(
     if past is not None:
         positions = torch.cat((past.positions.to(positions.device), positions), dim=1)
         known = past.token_ids is not None
-        token_ids = torch.cat((past.token_ids.to(token_ids.device), token_ids), dim=1) if known else None
+        token_ids = (
+            torch.cat((past.token_ids.to(token_ids.device), token_ids), dim=1) if known else None
+        )
     return from_dynamic_cache(built, positions, token_ids, full_mask), logits
 
 
-def continue_logits(loaded: LoadedModel, cache: KVCache, token_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+def continue_logits(
+    loaded: LoadedModel, cache: KVCache, token_ids: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """Return the logits [B, Q, vocabulary] of tokens [B, Q] that follow a cache."""
     return prefill(loaded, token_ids, mask=mask, past=cache, keep_logits=0)[1]
 
@@ -93,25 +99,33 @@ def _start(loaded: LoadedModel, past: KVCache | None) -> Any:
     return to_dynamic_cache(past, loaded)
 
 
-def _place(token_ids: Tensor, mask: Tensor | None, past: KVCache | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return positions [B, T], the attention mask over past and tokens, and the mask to remember."""
+def _place(
+    token_ids: Tensor, mask: Tensor | None, past: KVCache | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return positions [B, T], the attention mask over all tokens, and the mask to remember."""
     batch, tokens = token_ids.shape
     device = token_ids.device
     past_mask = past.mask if past is not None else None
     if mask is None and past_mask is None:
         start = past.positions[:, -1:].to(device) + 1 if past is not None else 0
         return (torch.arange(tokens, device=device)[None] + start).expand(batch, tokens), None, None
-    mask = (torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask.to(device).bool()).expand(batch, -1)
+    mask = (
+        torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
+    ).expand(batch, -1)
     if past is None:
         return positions_of(mask), mask.long(), mask
-    past_mask = torch.ones_like(past.positions, dtype=torch.bool) if past_mask is None else past_mask
+    past_mask = (
+        torch.ones_like(past.positions, dtype=torch.bool) if past_mask is None else past_mask
+    )
     last = past.positions.to(device).masked_fill(~past_mask.to(device), -1).amax(-1, keepdim=True)
     full = torch.cat((past_mask.to(device), mask), dim=1)
     return positions_of(mask) + last + 1, full.long(), full
 
 
 @torch.no_grad()
-def generate(loaded: LoadedModel, cache: KVCache | None, prompt_ids: Tensor, max_new_tokens: int) -> Tensor:
+def generate(
+    loaded: LoadedModel, cache: KVCache | None, prompt_ids: Tensor, max_new_tokens: int
+) -> Tensor:
     """Return up to `max_new_tokens` greedy tokens [1, N] that follow prompt_ids [1, T].
 
     The cache covers the prompt's first tokens and fewer than all of them: what it does not
@@ -147,7 +161,9 @@ class _FirstLayer(Exception):
         self.keys, self.values = keys, values
 
 
-def _stop_at_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> None:
+def _stop_at_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> None:
     raise _FirstLayer(key, value)
 
 
@@ -165,7 +181,9 @@ def first_layer(loaded: LoadedModel, token_ids: Tensor, positions: Tensor) -> tu
     try:
         config._attn_implementation = "kvmap_first_layer"
         loaded.model(
-            input_ids=token_ids.to(loaded.device), position_ids=positions.to(loaded.device), use_cache=False
+            input_ids=token_ids.to(loaded.device),
+            position_ids=positions.to(loaded.device),
+            use_cache=False,
         )
     except _FirstLayer as found:
         return found.keys, found.values

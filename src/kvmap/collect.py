@@ -1,0 +1,376 @@
+"""Run both models over the same tokens; keep content-space caches and their moments.
+
+Every shard of sequences goes through three steps: the source's rows to a file, the target's
+rows to a file, both into the moments. A step whose file is there is not done again, so an
+interrupted run goes on where it stopped and ends with the same bytes. The folder's index is
+written last: without it there is no calibration.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmap import artifacts
+from kvmap.calibration import (
+    INDEX,
+    SPLITS,
+    Calibration,
+    empty_moments,
+    load_moments,
+    load_rows,
+    save_moments,
+)
+from kvmap.errors import UsageError
+from kvmap.geometry import json_digest, pairing_problems
+from kvmap.models import LoadedModel, prefill
+from kvmap.moments import Rows
+from kvmap.rope import strip
+
+RUN = "run.json"
+PARTIAL = "moments.partial.safetensors"
+# Without a dump, moments are saved this often, so that an interrupted run loses little.
+SAVE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class CollectOptions:
+    """What is kept of the caches.
+
+    Attributes:
+        stride: Keep every stride-th token.
+        held_out: Share of sequences, by sequence, on which nothing is ever fitted.
+        native_head: First tokens kept apart, so that a fit can leave them out.
+        heads: "all" or "matched": which moments are kept.
+        joint: Keep keys beside values, and the anchor, in the moments.
+        dump: Keep the rows.
+        moments: Keep the moments.
+        batch: Sequences run at a time.
+        shard: Sequences per file.
+    """
+
+    stride: int = 4
+    held_out: float = 0.1
+    native_head: int = 4
+    heads: str = "all"
+    joint: bool = True
+    dump: bool = True
+    moments: bool = True
+    batch: int = 4
+    shard: int = 32
+
+
+Opener = Callable[[], LoadedModel]
+Progress = Callable[[str, int, int], None]
+
+
+def collect(
+    openers: tuple[Opener, Opener],
+    token_ids: Tensor,
+    out: Path,
+    options: CollectOptions,
+    text: dict[str, Any],
+    progress: Progress = lambda step, done, total: None,
+    together: bool = True,
+) -> Calibration:
+    """Fill a calibration folder and return it.
+
+    Args:
+        openers: Load the source and the target; each is called at most once.
+        token_ids: [N, T], the same for both.
+        text: Where the tokens came from, for the record.
+        progress: Told a step's name, shards done and shards in all.
+        together: Keep both models in memory; otherwise one after the other, which keeps
+            all rows on disk until the end.
+
+    Raises:
+        UsageError: The models cannot be paired, or the folder holds another run.
+    """
+    check_options(options, token_ids)
+    run = _Run(_Models(openers, together), token_ids, out, options, text)
+    run.start()
+    steps = {"source": run.source_rows, "target": run.target_rows, "moments": run.add_moments}
+    passes = [steps] if together else [{name: step} for name, step in steps.items()]
+    for stage in passes:
+        for shard in range(run.shards):
+            for step in stage.values():
+                step(shard)
+            progress(" + ".join(stage), shard + 1, run.shards)
+    return run.finish()
+
+
+def check_options(options: CollectOptions, token_ids: Tensor) -> None:
+    """Check that a split can be made.
+
+    Raises:
+        UsageError: Too few sequences, or a share out of range.
+    """
+    if not 0 < options.held_out < 1:
+        raise UsageError(f"--held-out is {options.held_out}, expected a share between 0 and 1")
+    if not options.dump and not options.moments:
+        raise UsageError("--no-dump and --no-moments together leave nothing to keep")
+    if options.stride < 1 or options.native_head < 0:
+        raise UsageError("--stride must be at least 1 and --native-head at least 0")
+    if token_ids.shape[0] < 2:
+        raise UsageError(
+            f"found {token_ids.shape[0]} sequences of {token_ids.shape[1]} tokens, "
+            "expected at least 2; give more text or a smaller --length"
+        )
+
+
+def held_out_mask(sequences: int, share: float) -> Tensor:
+    """Return which sequences [N] are held out: evenly spread, at least one and not all."""
+    count = min(max(1, round(sequences * share)), sequences - 1)
+    mask = torch.zeros(sequences, dtype=torch.bool)
+    mask[((torch.arange(count) + 1) * sequences) // count - 1] = True
+    return mask
+
+
+class _Models:
+    """Both models, opened when needed; only one at a time where both do not fit."""
+
+    def __init__(self, openers: tuple[Opener, Opener], together: bool) -> None:
+        self.openers = openers
+        self.together = together
+        self.loaded: dict[int, LoadedModel] = {}
+        # The target first: where only one fits, the source is then left open for its pass.
+        signatures = {side: self.open(side).signature for side in (1, 0)}
+        self.source, self.target = signatures[0], signatures[1]
+        problems = pairing_problems(self.source, self.target)
+        if problems:
+            raise UsageError(
+                f"{self.source.name} and {self.target.name} cannot be paired: {'; '.join(problems)}"
+            )
+
+    def open(self, side: int) -> LoadedModel:
+        """Return the source (0) or the target (1)."""
+        if side not in self.loaded:
+            if not self.together:
+                self.loaded.clear()
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+            self.loaded[side] = self.openers[side]()
+        return self.loaded[side]
+
+
+class _Run:
+    """One collection: its folder, its models, its state."""
+
+    def __init__(
+        self,
+        models: _Models,
+        token_ids: Tensor,
+        out: Path,
+        options: CollectOptions,
+        text: dict[str, Any],
+    ) -> None:
+        self.models = models
+        self.token_ids = token_ids
+        self.out = out
+        self.options = options
+        self.text = text
+        self.shards = -(-token_ids.shape[0] // options.shard)
+        self.held_out = held_out_mask(token_ids.shape[0], options.held_out)
+        self.added = 0  # shards in the moments
+        self.saved_at = time.monotonic()
+
+    def start(self) -> None:
+        """Write down what this run is, or check that an interrupted one was the same.
+
+        Raises:
+            UsageError: The folder holds something else.
+        """
+        if (self.out / INDEX).exists():
+            raise UsageError(
+                f"{self.out}: holds a finished calibration; pass --force to replace it"
+            )
+        self.out.mkdir(parents=True, exist_ok=True)
+        record = artifacts.without_nan(self._record())
+        path = self.out / RUN
+        if path.exists() and artifacts.read_json(path, "run") != record:
+            raise UsageError(
+                f"{self.out}: holds an interrupted run with other models, text or options; "
+                "pass --force to start anew, or the same options to resume it"
+            )
+        artifacts.write_json(path, record, private=True)
+        tensors = {"token_ids": self.token_ids.int(), "held_out": self.held_out}
+        artifacts.write(
+            self.out / "tokens.safetensors", "tokens", tensors, {"text": self.text}, private=True
+        )
+        self._start_moments()
+
+    def _record(self) -> dict[str, Any]:
+        models = [self.models.source.digest, self.models.target.digest]
+        dtypes = [self.models.source.dtype, self.models.target.dtype]
+        tokens = json_digest(self.token_ids.tolist())
+        return {
+            "kind": "run",
+            "options": asdict(self.options),
+            "text": self.text,
+            "tokens": tokens,
+            "models": models,
+            "dtypes": dtypes,
+        }
+
+    def _start_moments(self) -> None:
+        partial = self.out / PARTIAL
+        if partial.exists():
+            self.moments, metadata = load_moments(partial)
+            self.added = metadata["shards"]
+            return
+        geometries = (self.models.source.geometry, self.models.target.geometry)
+        scope = (self.options.heads, self.options.joint)
+        kept = SPLITS if self.options.moments else ()
+        self.moments = {split: empty_moments(*geometries, *scope) for split in kept}
+
+    def source_rows(self, shard: int) -> None:
+        self._rows(shard, 0)
+
+    def target_rows(self, shard: int) -> None:
+        self._rows(shard, 1)
+
+    def _path(self, side: int | str, shard: int) -> Path:
+        name = ("source", "target")[side] if isinstance(side, int) else side
+        return self.out / f"{name}-{shard:05d}.safetensors"
+
+    def _sequences(self, shard: int) -> range:
+        start = shard * self.options.shard
+        return range(start, min(start + self.options.shard, self.token_ids.shape[0]))
+
+    def _rows(self, shard: int, side: int) -> None:
+        path = self._path(side, shard)
+        if path.exists() or shard < self.added:
+            return
+        loaded = self.models.open(side)
+        batches = [
+            _content(loaded, self.token_ids[batch], self.options.stride)
+            for batch in self._batches(shard)
+        ]
+        tensors = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        members = torch.tensor(self._sequences(shard))
+        tensors["sequence"] = members.repeat_interleave(len(tensors["position"]) // len(members))
+        artifacts.write(path, "dump", tensors, {"model": loaded.signature.to_json()}, private=True)
+
+    def _batches(self, shard: int) -> Iterator[list[int]]:
+        sequences = list(self._sequences(shard))
+        for start in range(0, len(sequences), self.options.batch):
+            yield sequences[start : start + self.options.batch]
+
+    def add_moments(self, shard: int) -> None:
+        """Add a shard's rows to the moments; without a dump, keep it until they are on disk."""
+        if not self.options.moments or shard < self.added:
+            return
+        rows, position, sequence = load_rows(self._path(0, shard), self._path(1, shard))
+        head = position < self.options.native_head
+        out = self.held_out[sequence]
+        for split, members in (("train", ~out), ("held_out", out)):
+            if (members & ~head).any():
+                self.moments[split].update(_pick(rows, members & ~head))
+        if head.any():
+            self._write_head(shard, rows, head, out)
+        self.added = shard + 1
+        if not self.options.dump and time.monotonic() - self.saved_at > SAVE_SECONDS:
+            self._save_partial()
+
+    def _write_head(self, shard: int, rows: Rows, head: Tensor, out: Tensor) -> None:
+        tensors = {
+            f"{side}.{kind}.{layer}": tensor[head]
+            for (side, kind), layers in rows.entries.items()
+            for layer, tensor in enumerate(layers)
+        }
+        artifacts.write(
+            self._path("head", shard), "dump", tensors | {"held_out": out[head]}, {}, private=True
+        )
+
+    def _save_partial(self) -> None:
+        save_moments(self.out / PARTIAL, self.moments, {"shards": self.added, **self._scope()})
+        self._drop_rows(self.added)
+        self.saved_at = time.monotonic()
+
+    def _scope(self) -> dict[str, Any]:
+        return {
+            "heads": self.options.heads,
+            "joint": self.options.joint,
+            "source": self.models.source.to_json(),
+            "target": self.models.target.to_json(),
+        }
+
+    def _drop_rows(self, shards: int) -> None:
+        for shard in range(shards):
+            for side in (0, 1):
+                self._path(side, shard).unlink(missing_ok=True)
+
+    def finish(self) -> Calibration:
+        """Write moments and index, and remove what only a resumed run needs."""
+        if self.options.moments:
+            save_moments(self.out / "moments.safetensors", self.moments, self._scope())
+        shards = range(self.shards)
+        data = {
+            "kind": "calibration",
+            "source": self.models.source.to_json(),
+            "target": self.models.target.to_json(),
+            "options": asdict(self.options),
+            "text": self.text,
+            "tokens_digest": json_digest(self.token_ids.tolist()),
+            "sequences": self.token_ids.shape[0],
+            "length": self.token_ids.shape[1],
+            "shards": [
+                {
+                    "source": self._path(0, s).name,
+                    "target": self._path(1, s).name,
+                    "sequences": len(self._sequences(s)),
+                }
+                for s in (shards if self.options.dump else ())
+            ],
+            "heads": [
+                path.name for path in (self._path("head", s) for s in shards) if path.exists()
+            ],
+        }
+        artifacts.write_json(self.out / INDEX, data, private=True)
+        if not self.options.dump:
+            self._drop_rows(self.shards)
+        for name in (PARTIAL, RUN):
+            (self.out / name).unlink(missing_ok=True)
+        return Calibration.open(self.out)
+
+
+def _content(loaded: LoadedModel, token_ids: Tensor, stride: int) -> dict[str, Tensor]:
+    """Return content keys and values [B·T/stride, H, D] per layer, and positions."""
+    cache, _ = prefill(loaded, token_ids)
+    kept = torch.arange(0, token_ids.shape[1], stride, device=loaded.device)
+    positions = cache.positions[:, kept]
+    found = {"position": positions.reshape(-1).cpu()}
+    for layer, table in enumerate(loaded.signature.geometry.rope):
+        keys = strip(cache.keys[layer][:, :, kept], positions, table)
+        values = cache.values[layer][:, :, kept]
+        for kind, tensor in (("key", keys), ("value", values)):
+            found[f"{kind}.{layer}"] = tensor.transpose(1, 2).flatten(0, 1).to(loaded.dtype).cpu()
+    return found
+
+
+def _pick(rows: Rows, members: Tensor) -> Rows:
+    return Rows(
+        {name: tuple(tensor[members] for tensor in layers) for name, layers in rows.entries.items()}
+    )
+
+
+def clear(out: Path) -> None:
+    """Remove a calibration or an interrupted run, and nothing else.
+
+    Raises:
+        UsageError: The folder holds neither.
+    """
+    if not out.exists():
+        return
+    if not (out / INDEX).exists() and not (out / RUN).exists() and any(out.iterdir()):
+        raise UsageError(f"{out}: exists and is no calibration; choose another folder")
+    shutil.rmtree(out)

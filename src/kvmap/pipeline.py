@@ -1,0 +1,256 @@
+"""Run the stages that are missing and reuse those that are there.
+
+A stage's artifact lies in the cache folder under the digest of everything it depends on, so
+that changing the text, a revision or an option makes just what follows from it again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvmap import fit
+from kvmap.calibration import Calibration
+from kvmap.collect import CollectOptions, collect
+from kvmap.errors import UsageError
+from kvmap.fit import FitScores, Recipe, Splits
+from kvmap.geometry import json_digest
+from kvmap.layers import (
+    LayerScores,
+    choose_greedy,
+    choose_top,
+    load_layers,
+    save_layers,
+    score_layers,
+)
+from kvmap.mapping import CacheMap
+from kvmap.models import LoadedModel
+
+Progress = Callable[[str, int, int], None]
+AUTO_K = (1, 2, 3, 4, 6, 8, 12, 16, 20, 26, 32)
+# Fewer rows than this per input and the in-sample fit says nothing.
+LOW_ROWS_PER_INPUT = 4.0
+
+
+def cache_folder() -> Path:
+    """Return the folder of reusable artifacts: KVMAP_CACHE, else the user's cache folder."""
+    if "KVMAP_CACHE" in os.environ:
+        return Path(os.environ["KVMAP_CACHE"])
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "kvmap"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Calibration text: the tokens [N, T] and where they came from."""
+
+    token_ids: Tensor
+    record: dict[str, Any]
+
+
+def calibration_path(
+    digests: tuple[str, str], dtypes: tuple[str, str], text: Text, options: CollectOptions
+) -> Path:
+    """Return where the calibration of these models, text and options is cached."""
+    key = json_digest([digests, dtypes, json_digest(text.token_ids.tolist()), asdict(options)])
+    return cache_folder() / "calibrations" / key[:24]
+
+
+def cached_calibration(
+    source: LoadedModel,
+    target: LoadedModel,
+    text: Text,
+    options: CollectOptions,
+    progress: Progress,
+) -> tuple[Calibration, bool]:
+    """Return the pair's calibration and whether it was there already."""
+    signatures = (source.signature, target.signature)
+    path = calibration_path(
+        tuple(s.digest for s in signatures), tuple(s.dtype for s in signatures), text, options
+    )
+    try:
+        return Calibration.open(path), True
+    except UsageError:
+        pass
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return collect(
+        (lambda: source, lambda: target), text.token_ids, path, options, text.record, progress
+    ), False
+
+
+def splits(calibration: Calibration, native_head: int) -> Splits:
+    """Return the moments a fit uses; the first tokens count only where they are to be mapped."""
+    with_head = native_head < calibration.index["options"]["native_head"]
+    return Splits(
+        calibration.moments("train", with_head),
+        calibration.moments("held_out", with_head),
+        calibration.source.geometry,
+        calibration.target.geometry,
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Layers chosen for a map, with the scores of all pairs and of every k tried."""
+
+    scores: LayerScores
+    layers: tuple[tuple[int, ...], ...]
+    k: int
+    tried: dict[int, float]
+
+
+def select_layers(data: Splits, recipe: Recipe, method: str = "top") -> Choice:
+    """Choose source layers for every target layer.
+
+    Args:
+        recipe: Its k, or "auto" for the k with the best held-out R², and its inputs.
+        method: "top" by single-layer score, or "greedy".
+    """
+    scores = score_layers(data.train, data.held_out, data.source, data.target)
+    limit = data.source.layers
+    counts = (
+        [k for k in AUTO_K if k < limit] + [limit]
+        if recipe.k == "auto"
+        else [min(int(recipe.k), limit)]
+    )
+    if method == "greedy":
+        return _greedy(data, recipe, scores, max(counts))
+    tried = {}
+    for k in counts:
+        layers = choose_top(scores, k)
+        tried[k] = held_out_score(data, layers, recipe) if len(counts) > 1 else float("nan")
+    best = max(tried, key=tried.get) if len(counts) > 1 else counts[0]
+    return Choice(scores, choose_top(scores, best), best, tried)
+
+
+def _greedy(data: Splits, recipe: Recipe, scores: LayerScores, k: int) -> Choice:
+    def score(layer: int, chosen: tuple[int, ...]) -> float:
+        return fit.layer_score(data, layer, chosen, recipe.options, _probe_ridge(recipe))
+
+    layers = choose_greedy(data.source.layers, data.target.layers, k, score)
+    return Choice(scores, layers, max(map(len, layers)), {})
+
+
+def _probe_ridge(recipe: Recipe) -> float:
+    return 1e-3 if recipe.ridge == "auto" else float(recipe.ridge)
+
+
+def held_out_score(data: Splits, layers: tuple[tuple[int, ...], ...], recipe: Recipe) -> float:
+    """Return the held-out R² of these layers, mean over K and V, layers and heads."""
+    _, scores = fit.fit_closed_form(data, layers, recipe.options, _probe_ridge(recipe))
+    return (scores.mean("held_out", "key") + scores.mean("held_out", "value")) / 2
+
+
+def cached_layers(
+    calibration: Calibration, recipe: Recipe, method: str, path: Path | None
+) -> tuple[Choice, Path, bool]:
+    """Return the choice of layers, its file, and whether it was there already."""
+    recipe = _completed(recipe, calibration)
+    wanted = {
+        "k": recipe.k,
+        "method": method,
+        "ridge": _probe_ridge(recipe),
+        "options": asdict(recipe.options),
+    }
+    key = json_digest([calibration.digest, wanted])
+    path = path or cache_folder() / "layers" / f"{key[:24]}.safetensors"
+    if path.exists():
+        scores, layers, metadata = load_layers(path)
+        if metadata.get("key") == key:
+            tried = {int(k): v for k, v in metadata["tried"].items() if v is not None}
+            return Choice(scores, layers, metadata["k"], tried), path, True
+    choice = select_layers(splits(calibration, recipe.options.native_head), recipe, method)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    tried = {str(k): None if v != v else v for k, v in choice.tried.items()}
+    record = {
+        "key": key,
+        "k": choice.k,
+        "method": method,
+        "tried": tried,
+        "calibration": calibration.digest,
+    }
+    save_layers(path, choice.scores, choice.layers, record)
+    return choice, path, False
+
+
+def _completed(recipe: Recipe, calibration: Calibration) -> Recipe:
+    geometries = (calibration.source.geometry, calibration.target.geometry)
+    return replace(recipe, options=fit.with_assignment(recipe.options, *geometries))
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A map and how its fit went; `seconds` is the time of the solve alone."""
+
+    cmap: CacheMap
+    scores: FitScores
+    seconds: float
+
+
+def fit_map(
+    calibration: Calibration,
+    layers: tuple[tuple[int, ...], ...],
+    recipe: Recipe,
+    progress: Progress,
+) -> Fitted:
+    """Fit a map from a calibration and a choice of layers.
+
+    Raises:
+        UsageError: The choice is not of this pair's layers.
+    """
+    recipe = _completed(recipe, calibration)
+    _check_layers(calibration, layers)
+    data = splits(calibration, recipe.options.native_head)
+    done = iter(range(1, len(layers) + 1))
+    started = time.perf_counter()
+    fitted, scores = fit.METHODS[recipe.method](
+        data, layers, recipe.options, recipe.ridge, lambda: progress("fit", next(done), len(layers))
+    )
+    seconds = time.perf_counter() - started
+    cmap = CacheMap(
+        calibration.source,
+        calibration.target,
+        fitted,
+        recipe.options,
+        provenance(calibration, scores, recipe),
+    )
+    return Fitted(cmap, scores, seconds)
+
+
+def _check_layers(calibration: Calibration, layers: tuple[tuple[int, ...], ...]) -> None:
+    source, target = calibration.source.geometry, calibration.target.geometry
+    if len(layers) != target.layers or any(
+        not row or max(row) >= source.layers or min(row) < 0 for row in layers
+    ):
+        raise UsageError(
+            f"the choice of layers is for another pair: found {len(layers)} target layers, "
+            f"expected {target.layers} with source layers below {source.layers}; run `kvmap select-layers` on this calibration"
+        )
+
+
+def provenance(calibration: Calibration, scores: FitScores, recipe: Recipe) -> dict[str, Any]:
+    """Return what a map's header says about its making."""
+    ridges = {
+        kind: [None if r != r else r for r in table.tolist()]
+        for kind, table in scores.ridge.items()
+    }
+    return {
+        "calibration": calibration.digest,
+        "tokens_digest": calibration.index["tokens_digest"],
+        "text": calibration.index["text"],
+        "collect": calibration.index["options"],
+        "method": recipe.method,
+        "ridge": ridges,
+        "ridge_convention": "relative to the mean diagonal of the centred input covariance",
+        "r2": {
+            split: {kind: scores.mean(split, kind) for kind in ("key", "value")}
+            for split in ("train", "held_out")
+        },
+        "rows_per_input": scores.rows_per_input,
+    }
