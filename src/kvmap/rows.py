@@ -1,0 +1,110 @@
+"""Rows of a data set, one by one: local files, folders of them, and streamed hub data sets.
+
+Every row comes with its place, for messages; no message repeats what a row says. The only
+module that touches datasets and pyarrow.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvmap.errors import UsageError
+
+HUB_NAMES = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
+
+Placed = tuple[str, Mapping[str, Any]]
+
+
+def rows(where: str, split: str) -> Iterator[Placed]:
+    """Yield the rows of a file, a folder or a hub data set, each with its place.
+
+    Args:
+        split: Of a hub data set, or the beginning of the names of a folder's files where
+            some begin so.
+
+    Raises:
+        UsageError: Nothing is there, or a row cannot be read.
+    """
+    path = Path(where).expanduser()
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file())
+        if not files:
+            raise UsageError(f"{where}: no {', '.join(READERS)} file in this folder")
+        for file in [f for f in files if f.name.startswith(split)] or files:
+            yield from _file_rows(file)
+    elif path.exists() or path.suffix in READERS or where.startswith((".", "/", "~")):
+        yield from _file_rows(path)
+    else:
+        yield from _hub_rows(where, split)
+
+
+def _file_rows(path: Path) -> Iterator[Placed]:
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file; give a data set with `--dataset`")
+    if path.suffix not in READERS:
+        raise UsageError(f"{path}: expected a {', '.join(READERS)} file or a folder of them")
+    try:
+        yield from READERS[path.suffix](path)
+    except OSError as error:
+        raise UsageError(f"{path}: could not be read ({error.strerror or 'damaged'})") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text; convert it") from error
+
+
+def _json_lines(path: Path) -> Iterator[Placed]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise UsageError(f"{path}: line {number} is no JSON object; mend or remove it")
+            yield f"{path}, line {number}", row
+
+
+def _parquet(path: Path) -> Iterator[Placed]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        with parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    yield str(path), row
+    except ArrowException as error:
+        raise UsageError(f"{path}: is no sound parquet file; make it again") from error
+
+
+def _paragraphs(path: Path) -> Iterator[Placed]:
+    """Yield what blank lines separate, so that a book gives more than one sequence."""
+    lines: list[str] = []
+    with path.open(encoding="utf-8") as text:
+        for line in text:
+            if line.strip():
+                lines.append(line)
+            elif lines:
+                yield str(path), {"text": "".join(lines)}
+                lines = []
+    yield str(path), {"text": "".join(lines)}
+
+
+READERS = {".jsonl": _json_lines, ".parquet": _parquet, ".txt": _paragraphs}
+
+
+def _hub_rows(where: str, split: str) -> Iterator[Placed]:
+    name, _, config = where.partition(":")
+    name, config = HUB_NAMES.get(name, (name, config or None))
+    try:
+        from datasets import load_dataset
+
+        for row in load_dataset(name, config, split=split, streaming=True):
+            yield where, row
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise UsageError(
+            f"{where}: neither a local file nor a readable hub data set ({reason}); "
+            "give a local .jsonl, .parquet or .txt file with `--dataset`"
+        ) from error

@@ -1,0 +1,161 @@
+"""Text to calibrate and evaluate on: where it comes from, and how it becomes token ids.
+
+A source is the name `demo`, a hub data set (`owner/name`, `owner/name:config`, or the short
+name `fineweb-edu`), a local .jsonl, .parquet or .txt file, or a folder of these. `#column`
+after it names the column to read; otherwise a column of text, a conversation or a question
+with its answer is found by itself. Several sources joined by commas take turns, document by
+document. No message repeats text.
+"""
+
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from sys import maxsize
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmap.errors import UsageError
+from kvmap.rows import rows
+
+TEXT_COLUMNS = ("text", "content", "story")
+CHAT_COLUMNS = ("messages", "conversations")
+ROLES = {"human": "user", "gpt": "assistant"}
+# Of a long document no more is tokenised than could fill a sequence.
+CHARACTERS_PER_TOKEN = 64
+
+
+def documents(
+    sources: str, split: str = "train", tokenizer: Any = None, tokens: int = 1024, seed: int = 0
+) -> Iterator[str]:
+    """Yield the documents of one or several sources, none of them empty.
+
+    Args:
+        sources: As described above.
+        split: Of a hub data set, or the beginning of the names of a folder's files where
+            some begin so.
+        tokenizer: Its chat template lays out conversations.
+        tokens: Length of the demo's documents.
+        seed: Of the demo's documents.
+
+    Raises:
+        UsageError: A source is missing, cannot be read, is empty or has no known column.
+    """
+    whole = bool(sources) and Path(sources).exists()
+    names = [sources] if whole else [name for name in sources.split(",") if name.strip()]
+    if not names:
+        raise UsageError("no data set named; give a name, a file or a folder with `--dataset`")
+    waiting = [_documents_of(name.strip(), split, tokenizer, tokens, seed) for name in names]
+    while waiting:
+        for one in tuple(waiting):
+            text = next(one, None)
+            if text is None:
+                waiting.remove(one)
+            else:
+                yield text
+
+
+def token_sequences(texts: Iterator[str], tokenizer: Any, length: int, count: int) -> Tensor:
+    """Return token ids [N, T] of `count` sequences of `length` tokens.
+
+    Each sequence starts where a document starts, takes further documents while it is short,
+    and leaves the rest of a long one.
+
+    Raises:
+        UsageError: There is not text enough.
+    """
+    sequences: list[list[int]] = []
+    current: list[int] = []
+    for text in texts if count else ():
+        current += _encode(text[: length * CHARACTERS_PER_TOKEN], tokenizer, bool(current))
+        if len(current) >= length:
+            sequences.append(current[:length])
+            current = []
+        if len(sequences) == count:
+            break
+    if len(sequences) < count:
+        found = f"{len(sequences)} sequences" if sequences else f"{len(current)} tokens"
+        remedy = f"`--sequences {len(sequences)}`" if sequences else "a smaller `--length`"
+        raise UsageError(
+            f"the text gives {found}, expected {count} sequences of {length} tokens; "
+            f"give more text with `--dataset`, or {remedy}"
+        )
+    return torch.tensor(sequences, dtype=torch.long).reshape(count, length)
+
+
+def digest(token_ids: Tensor) -> str:
+    """Return the sha256 of token ids and their shape."""
+    ids = token_ids.detach().cpu().long().contiguous()
+    return sha256(repr(tuple(ids.shape)).encode() + ids.numpy().tobytes()).hexdigest()
+
+
+def _encode(text: str, tokenizer: Any, joined: bool) -> list[int]:
+    if joined:
+        return tokenizer("\n\n" + text, add_special_tokens=False, verbose=False)["input_ids"]
+    # A chat template has often written the first special token already.
+    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    return tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
+
+
+def _documents_of(source: str, split: str, tokenizer: Any, tokens: int, seed: int) -> Iterator[str]:
+    if source == "demo":
+        from kvmap.demo import world
+
+        yield from world.calibration_texts(maxsize, tokens, seed)
+        return
+    where, _, column = source.partition("#")
+    found = False
+    for place, row in rows(where, split):
+        text = _text_of(row, column, tokenizer, place).strip()
+        found = found or bool(text)
+        if text:
+            yield text
+    if not found:
+        raise UsageError(f"{where}: holds no text; give another source with `--dataset`")
+
+
+def _text_of(row: Mapping[str, Any], column: str, tokenizer: Any, place: str) -> str:
+    if column and column not in row:
+        raise UsageError(f"{place}: no column {column!r}; found {', '.join(map(str, row))}")
+    for name in (column,) if column else (*TEXT_COLUMNS, *CHAT_COLUMNS, "question"):
+        value = row.get(name)
+        if name == "question" and isinstance(value, str):
+            return _conversation(_asked(row), tokenizer, place)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and value:
+            return _conversation(value, tokenizer, place)
+    known = ", ".join((*TEXT_COLUMNS, *CHAT_COLUMNS, "question"))
+    raise UsageError(
+        f"{place}: no column to read; found {', '.join(map(str, row))}, expected one of {known}, "
+        "or name one as in `--dataset rows.jsonl#column`"
+    )
+
+
+def _asked(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    turns = [{"role": "user", "content": row["question"]}]
+    if isinstance(row.get("answer"), str):
+        turns.append({"role": "assistant", "content": row["answer"]})
+    return turns
+
+
+def _conversation(turns: list[Any], tokenizer: Any, place: str) -> str:
+    """Lay out a conversation by the model's own chat template; without one, line by line."""
+    try:
+        messages = [
+            {
+                "role": ROLES.get(role := turn.get("role") or turn["from"], role),
+                "content": str(turn["content"] if "content" in turn else turn["value"]),
+            }
+            for turn in turns
+        ]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UsageError(f"{place}: a turn of the conversation lacks role or content") from error
+    if getattr(tokenizer, "chat_template", None) is None:
+        return "\n".join(message["content"] for message in messages)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:
+        # Templates raise what they like, jinja's own errors among them.
+        raise UsageError(f"{place}: the chat template refuses this conversation") from error
