@@ -54,7 +54,7 @@ def test_wilson_matches_published_values():
 def test_perfect_score_is_not_certain():
     samples = st.resampled_means(torch.ones(40, 1), torch.arange(20).repeat(2))[:, 0]
     found = st.proportion_interval(samples, 20)
-    assert found.point == 1 and found.upper == 1
+    assert (found.point, found.upper) == (1, 1)
     assert found.lower == pytest.approx(1 - 0.1611, abs=1e-4)
 
 

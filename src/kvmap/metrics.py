@@ -39,7 +39,7 @@ def r2_from_sums(residual: Tensor, total: Tensor) -> Tensor:
 
 
 def cosine(first: Tensor, second: Tensor) -> Tensor:
-    """Return the cosine along the last axis, fp32; two zero vectors agree (1), one alone does not (0)."""
+    """Return the cosine along the last axis, fp32; two zero vectors agree, one alone does not."""
     first, second = first.float(), second.float()
     zero = (first == 0).all(-1) & (second == 0).all(-1)
     return torch.where(zero, 1.0, torch.nn.functional.cosine_similarity(first, second, dim=-1))
@@ -80,7 +80,7 @@ def _common_vocabulary(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalise_answer(text: str) -> str:
-    """Return the text in lower case, without punctuation and articles, single-spaced (SQuAD's rule)."""
+    """Return the text in lower case, single-spaced, without punctuation and articles."""
     plain = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", plain).split())
 

@@ -123,7 +123,10 @@ def mcnemar(first: Tensor, second: Tensor) -> float:
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Interval:
-    """Return numerator / denominator of samples [1 + R]; undefined unless the denominator is surely > 0."""
+    """Return numerator / denominator of samples [1 + R].
+
+    Undefined unless the denominator is above 0 for sure.
+    """
     below = interval(denominator)
     if below.lower is None or below.lower <= 0:
         return Interval(None)
@@ -131,7 +134,7 @@ def ratio(numerator: Tensor, denominator: Tensor) -> Interval:
 
 
 def retention(mapped: Tensor, native: Tensor, chance: Tensor | float = 0.0) -> Interval:
-    """Return the share of the native score that is kept; above chance where that is given (floor-normalised)."""
+    """Return the share of the native score that is kept: above `chance`, floor-normalised."""
     return ratio(mapped - chance, native - chance)
 
 

@@ -1,0 +1,128 @@
+"""What is asked: a task is items, an item a context with probes, all of them token ids.
+
+The context is what the source reads and the map carries over. A probe's prompt follows it
+and is run natively by whoever answers, so the cache's last logits are never needed: every
+prompt holds at least one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmap.errors import UsageError
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One question about a context.
+
+    Attributes:
+        prompt: At least one token.
+        answer: The right continuation; likelihood, divergence and agreement are taken on it.
+        choices: What is chosen among by likelihood; empty where nothing is.
+        gold: Which choice is right.
+        references: Right answers as text, where the answer is generated freely.
+        labels: What reports group by, e.g. {"kind": "recall"}.
+    """
+
+    prompt: Ids
+    answer: Ids
+    choices: tuple[Ids, ...] = ()
+    gold: int = 0
+    references: tuple[str, ...] = ()
+    labels: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.prompt, "a probe's prompt holds at least one token"
+        assert self.answer, "a probe has an answer to take the likelihood of"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A context and what is asked about it: the unit that is resampled."""
+
+    context: Ids
+    probes: tuple[Probe, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the context with its longest prompt and continuation."""
+        tails = (len(p.prompt) + max(map(len, (p.answer, *p.choices))) for p in self.probes)
+        return len(self.context) + max(tails, default=0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Items under a name; `chance` is the accuracy of guessing, None where none can be right."""
+
+    name: str
+    items: tuple[Item, ...]
+    chance: float | None = None
+    max_new_tokens: int = 16
+
+    @property
+    def probes(self) -> int:
+        """Number of questions over all items."""
+        return sum(len(item.probes) for item in self.items)
+
+
+def limited(task: Task, limit: int | None) -> Task:
+    """Return the task with its first `limit` probes, whole items as far as they go."""
+    if limit is None:
+        return task
+    kept, room = [], limit
+    for item in task.items:
+        if room <= 0:
+            break
+        kept.append(replace(item, probes=item.probes[:room]))
+        room -= len(item.probes)
+    return replace(task, items=tuple(kept))
+
+
+def check(task: Task, max_positions: int, model: str) -> None:
+    """Refuse a task without questions, or one whose contexts a model cannot read.
+
+    Raises:
+        UsageError: Saying which.
+    """
+    if not task.probes:
+        raise UsageError(f"task {task.name} has no items; check its split, --limit and --data")
+    longest = max(item.longest for item in task.items)
+    if max_positions and longest > max_positions:
+        raise UsageError(
+            f"task {task.name} has contexts of {longest} tokens, but {model} reads at most "
+            f"{max_positions}; pass a smaller --length"
+        )
+
+
+def wrong_context(task: Task, index: int) -> Ids:
+    """Return another document of exactly the length of item `index`'s context.
+
+    The following documents are joined as far as needed. A task of one document has no
+    other: it is turned by half, which at least moves every fact.
+    """
+    context = task.items[index].context
+    others = [item.context for item in (*task.items[index + 1 :], *task.items[:index])]
+    others = [other for other in others if other != context]
+    if not others:
+        half = len(context) // 2
+        return context[half:] + context[:half]
+    return tuple(islice(chain.from_iterable(cycle(others)), len(context)))
+
+
+def encode(tokenizer: Any, text: str, special: bool = False) -> Ids:
+    """Return a text's token ids; `special` adds what the tokenizer opens a text with."""
+    return tuple(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def tensor(ids: Sequence[int]) -> Tensor:
+    """Return token ids as a batch of one: [1, T]."""
+    return torch.tensor([list(ids)], dtype=torch.long)

@@ -1,0 +1,29 @@
+"""What a user can ask of a task, whichever it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Options all tasks read what they need from.
+
+    Attributes:
+        tokenizer: The pair's; both models share it.
+        limit: Largest number of questions, chunks or turns; None takes all there are.
+        lengths: Context lengths in tokens; a task with one natural length takes the first,
+            and its own default where there is none.
+        seed: Of what is generated.
+        data: Folder or file with local rows in hub columns; None reads the hub.
+        text: Name or path of the text that `perplexity` reads.
+    """
+
+    tokenizer: Any
+    limit: int | None = 100
+    lengths: tuple[int, ...] = ()
+    seed: int = 0
+    data: Path | None = None
+    text: str = "demo"
