@@ -265,14 +265,20 @@ def _check_weights(made: CacheMap, path: Path | str) -> None:
             f"{path}: found {len(made.layers)} layers, expected {target.layers}; fit the map again"
         )
     for index, layer in enumerate(made.layers):
+        if layer and not all(0 <= s < source.layers for s in layer.source_layers):
+            raise UsageError(
+                f"{path}: layer {index} reads source layers {list(layer.source_layers)}, expected "
+                f"0 to {source.layers - 1} of {made.source.name}; fit the map again"
+            )
         for kind in KINDS if layer else ():
-            expected = weight_shape(made.options, len(layer.source_layers), source, target)
-            found = tuple(layer.of(kind).weight.shape)
-            if found != expected or max(layer.source_layers, default=0) >= source.layers:
-                raise UsageError(
-                    f"{path}: layer {index}'s {kind} weight is {found}, "
-                    f"expected {expected}; fit the map again"
-                )
+            weight = weight_shape(made.options, len(layer.source_layers), source, target)
+            for part, expected in (("weight", weight), ("bias", (weight[0], weight[2]))):
+                found = tuple(getattr(layer.of(kind), part).shape)
+                if found != expected:
+                    raise UsageError(
+                        f"{path}: layer {index}'s {kind} {part} is {found}, "
+                        f"expected {expected}; fit the map again"
+                    )
 
 
 def weight_shape(
