@@ -69,13 +69,14 @@ class Calibration:
         return sum(file.stat().st_size for file in self.path.iterdir())
 
     @cached_property
-    def _tokens(self) -> dict[str, Tensor]:
+    def sequences(self) -> dict[str, Tensor]:
+        """Return `token_ids` [N, T] and `held_out` [N]."""
         return artifacts.open_artifact(self.path / "tokens.safetensors", "tokens").tensors()
 
     def token_ids(self, split: str) -> Tensor:
         """Return the sequences [N, T] of "train" or "held_out"."""
-        members = self._tokens["held_out"] == (split == "held_out")
-        return self._tokens["token_ids"][members].long()
+        members = self.sequences["held_out"] == (split == "held_out")
+        return self.sequences["token_ids"][members].long()
 
     @cached_property
     def _moments(self) -> dict[str, Moments]:
@@ -97,7 +98,7 @@ class Calibration:
             for split in SPLITS
         }
         for rows, position, sequence in self.shards():
-            out = self._tokens["held_out"][sequence]
+            out = self.sequences["held_out"][sequence]
             for split, members in (("train", ~out), ("held_out", out)):
                 kept = members & (position >= options["native_head"])
                 made[split].update(

@@ -49,8 +49,8 @@ class CollectOptions:
         stride: Keep every stride-th token.
         held_out: Share of sequences, by sequence, on which nothing is ever fitted.
         native_head: First tokens kept apart, so that a fit can leave them out.
-        heads: "all" or "matched": which moments are kept.
-        joint: Keep keys beside values, and the anchor, in the moments.
+        heads: Which moments are kept: "all" or "matched"; "auto" only until `pair.with_scope`.
+        joint: Keep keys beside values, and the anchor, in the moments; None like "auto".
         dump: Keep the rows.
         moments: Keep the moments.
         batch: Sequences run at a time.
@@ -60,8 +60,8 @@ class CollectOptions:
     stride: int = 4
     held_out: float = 0.1
     native_head: int = 4
-    heads: str = "all"
-    joint: bool = True
+    heads: str = "auto"
+    joint: bool | None = None
     dump: bool = True
     moments: bool = True
     batch: int = 4

@@ -108,13 +108,9 @@ class Signature:
     @cached_property
     def digest(self) -> str:
         """Digest weights, config, tokenizer and template; name, dtype and revision do not count."""
-        parts = (
-            self.config_digest,
-            self.weights_digest,
-            self.tokenizer_digest,
-            self.template_digest,
+        return signature_digest(
+            self.config_digest, self.weights_digest, self.tokenizer_digest, self.template_digest
         )
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -125,6 +121,11 @@ class Signature:
     def from_json(cls, data: dict[str, Any]) -> Signature:
         """Rebuild a signature from `to_json`'s data."""
         return cls(**{**data, "geometry": Geometry.from_json(data["geometry"])})
+
+
+def signature_digest(config: str, weights: str, tokenizer: str, template: str) -> str:
+    """Return the one digest of a model's four."""
+    return hashlib.sha256("\n".join((config, weights, tokenizer, template)).encode()).hexdigest()
 
 
 def pairing_problems(source: Signature, target: Signature) -> list[str]:

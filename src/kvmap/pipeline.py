@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from kvmap import fit
-from kvmap.calibration import Calibration
-from kvmap.collect import CollectOptions, collect
+from kvmap.calibration import INDEX, Calibration
+from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit import FitScores, Recipe, Splits
 from kvmap.geometry import json_digest
@@ -30,7 +30,6 @@ from kvmap.layers import (
     score_layers,
 )
 from kvmap.mapping import CacheMap
-from kvmap.models import LoadedModel
 
 Progress = Callable[[str, int, int], None]
 AUTO_K = (1, 2, 3, 4, 6, 8, 12, 16, 20, 26, 32)
@@ -62,26 +61,9 @@ def calibration_path(
     return cache_folder() / "calibrations" / key[:24]
 
 
-def cached_calibration(
-    source: LoadedModel,
-    target: LoadedModel,
-    text: Text,
-    options: CollectOptions,
-    progress: Progress,
-) -> tuple[Calibration, bool]:
-    """Return the pair's calibration and whether it was there already."""
-    signatures = (source.signature, target.signature)
-    path = calibration_path(
-        tuple(s.digest for s in signatures), tuple(s.dtype for s in signatures), text, options
-    )
-    try:
-        return Calibration.open(path), True
-    except UsageError:
-        pass
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return collect(
-        (lambda: source, lambda: target), text.token_ids, path, options, text.record, progress
-    ), False
+def open_finished(path: Path) -> Calibration | None:
+    """Return the calibration in a folder, None where none was finished there."""
+    return Calibration.open(path) if (path / INDEX).exists() else None
 
 
 def splits(calibration: Calibration, native_head: int) -> Splits:
@@ -230,7 +212,8 @@ def _check_layers(calibration: Calibration, layers: tuple[tuple[int, ...], ...])
     ):
         raise UsageError(
             f"the choice of layers is for another pair: found {len(layers)} target layers, "
-            f"expected {target.layers} with source layers below {source.layers}; run `kvmap select-layers` on this calibration"
+            f"expected {target.layers} with source layers below {source.layers}; "
+            "run `kvmap select-layers` on this calibration"
         )
 
 
@@ -245,7 +228,7 @@ def provenance(calibration: Calibration, scores: FitScores, recipe: Recipe) -> d
         "tokens_digest": calibration.index["tokens_digest"],
         "text": calibration.index["text"],
         "collect": calibration.index["options"],
-        "method": recipe.method,
+        "recipe": fit.describe(recipe),
         "ridge": ridges,
         "ridge_convention": "relative to the mean diagonal of the centred input covariance",
         "r2": {

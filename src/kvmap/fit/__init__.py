@@ -1,7 +1,7 @@
 """Make a map: one file per method, a dict of methods."""
 
 from kvmap.fit.closed_form import FitScores, Splits, fit_closed_form, layer_score
-from kvmap.fit.recipes import DEFAULT_RECIPE, RECIPES, Recipe, recipe, with_assignment
+from kvmap.fit.recipes import DEFAULT_RECIPE, RECIPES, Recipe, describe, recipe, with_assignment
 
 METHODS = {"closed-form": fit_closed_form}
 
@@ -12,6 +12,7 @@ __all__ = [
     "FitScores",
     "Recipe",
     "Splits",
+    "describe",
     "fit_closed_form",
     "layer_score",
     "recipe",

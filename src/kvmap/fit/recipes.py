@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from kvmap.columns import head_assignment
 from kvmap.errors import UsageError
@@ -50,3 +51,10 @@ def with_assignment(options: MapOptions, source: Geometry, target: Geometry) -> 
     if options.heads != "matched" or options.assignment:
         return options
     return replace(options, assignment=head_assignment(source.kv_heads, target.kv_heads))
+
+
+def describe(made: Recipe) -> dict[str, Any]:
+    """Return a recipe as plain JSON data."""
+    data = asdict(made)
+    data["options"]["assignment"] = list(made.options.assignment)
+    return data

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from kvmap.errors import UsageError
-from kvmap.geometry import Geometry, Signature, json_digest
+from kvmap.geometry import Geometry, Signature, json_digest, signature_digest
 from kvmap.models.names import KNOWN, Checkpoint, resolve
 from kvmap.models.probe import probe_rope, refuse_unsupported
 
@@ -89,8 +90,8 @@ def load(
         raise UsageError(_cannot_load(name, error)) from error
     if missing := sorted(report["missing_keys"]):
         raise UsageError(
-            f"cannot load the model {name!r}: its files lack {len(missing)} weights, {missing[0]} first; "
-            "download or save it again"
+            f"cannot load the model {name!r}: its files lack {len(missing)} weights, "
+            f"{missing[0]} first; download or save it again"
         )
     tokenizer = load_tokenizer(checkpoint, trust_remote_code)
     return wrap(model.eval(), tokenizer, checkpoint)
@@ -132,8 +133,37 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> Any:
             checkpoint.location, revision=checkpoint.revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(_cannot_load(checkpoint.name, error)) from error
+        config = published_config(checkpoint.name)
+        if config is None:
+            raise UsageError(_cannot_load(checkpoint.name, error)) from error
     return config.get_text_config(decoder=True)
+
+
+def parameter_count(config: Any) -> int:
+    """Return the number of parameters of a config's model; nothing is allocated."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def identify(name: str, trust_remote_code: bool = False) -> str | None:
+    """Return the digest a model's signature will have, without loading its weights.
+
+    None where no weight files are at hand to tell it by.
+    """
+    checkpoint = resolve(name)
+    if not _weight_files(checkpoint):
+        return None
+    config = load_config(checkpoint, trust_remote_code)
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code)
+    return signature_digest(
+        config_digest(config),
+        weights_digest(checkpoint),
+        tokenizer_digest(tokenizer),
+        template_digest(tokenizer),
+    )
 
 
 def published_config(name: str) -> Any | None:
@@ -245,6 +275,13 @@ def _file_digest(path: Path) -> str:
     blob = path.resolve().name
     if re.fullmatch(r"[0-9a-f]{64}", blob):
         return blob
+    status = path.stat()
+    return _hash_file(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _hash_file(path: Path, size: int, modified: int) -> str:
+    """Hash a file once per process for as long as its size and time stay the same."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -259,4 +296,7 @@ def _revision(model: nn.Module, checkpoint: Checkpoint) -> str | None:
 
 def _cannot_load(name: str, error: Exception, what: str = "model") -> str:
     reason = " ".join(str(error).split("\n")[0].split())[:200]
-    return f"cannot load the {what} {name!r}: {reason}; check the name with `kvmap models` or pass a local folder"
+    return (
+        f"cannot load the {what} {name!r}: {reason}; "
+        "check the name with `kvmap models` or pass a local folder"
+    )

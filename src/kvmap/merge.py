@@ -1,0 +1,100 @@
+"""Join calibrations of one pair over different text into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvmap import artifacts
+from kvmap.calibration import INDEX, SPLITS, Calibration, save_moments
+from kvmap.errors import UsageError
+from kvmap.geometry import json_digest
+
+# Options that must agree: they decide which rows are kept and what the moments cover.
+MUST_AGREE = ("stride", "native_head", "heads", "joint", "dump", "moments")
+
+
+def merge(parts: list[Calibration], out: Path) -> Calibration:
+    """Fill a folder with the union of calibrations and return it.
+
+    Raises:
+        UsageError: The parts are of other models, options or lengths, or share their text.
+    """
+    if len(parts) < 2:
+        raise UsageError(f"found {len(parts)} calibration to merge, expected at least 2")
+    for part in parts[1:]:
+        _check(parts[0], part)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise UsageError(f"{out}: is not empty; choose another folder")
+    token_ids = torch.cat([part.sequences["token_ids"] for part in parts])
+    held_out = torch.cat([part.sequences["held_out"] for part in parts])
+    if len(token_ids.unique(dim=0)) < len(token_ids):
+        raise UsageError("the calibrations share sequences; merge runs over different text")
+    record = {"merged": [part.index["text"] for part in parts]}
+    tensors = {"token_ids": token_ids, "held_out": held_out}
+    artifacts.write(out / "tokens.safetensors", "tokens", tensors, {"text": record}, private=True)
+    index = _index(parts, record, token_ids) | _copy_rows(parts, out)
+    if parts[0].index["options"]["moments"]:
+        _merge_moments(parts, out)
+    artifacts.write_json(out / INDEX, index, private=True)
+    return Calibration.open(out)
+
+
+def _check(first: Calibration, other: Calibration) -> None:
+    where = f"{other.path} and {first.path}"
+    for side in ("source", "target"):
+        if getattr(first, side).digest != getattr(other, side).digest:
+            raise UsageError(
+                f"{where} have different {side} models; merge calibrations of one pair"
+            )
+    mine, theirs = first.index, other.index
+    differing = [n for n in MUST_AGREE if mine["options"][n] != theirs["options"][n]]
+    differing += ["length"] if mine["length"] != theirs["length"] else []
+    if differing:
+        raise UsageError(
+            f"{where} differ in {', '.join(differing)}; collect both alike to merge them"
+        )
+
+
+def _index(parts: list[Calibration], record: dict[str, Any], token_ids: torch.Tensor) -> dict:
+    return parts[0].index | {
+        "text": record,
+        "tokens_digest": json_digest(token_ids.tolist()),
+        "sequences": len(token_ids),
+    }
+
+
+def _copy_rows(parts: list[Calibration], out: Path) -> dict[str, list]:
+    """Write every part's shards and head rows under new numbers; return their lists."""
+    shards, heads, first = [], [], 0
+    for part in parts:
+        for shard in part.index["shards"]:
+            names = {side: f"{side}-{len(shards):05d}.safetensors" for side in ("source", "target")}
+            for side, name in names.items():
+                _copy(part.path / shard[side], out / name, first)
+            shards.append(names | {"sequences": shard["sequences"]})
+        for name in part.index["heads"]:
+            heads.append(f"head-{len(heads):05d}.safetensors")
+            _copy(part.path / name, out / heads[-1], first)
+        first += part.index["sequences"]
+    return {"shards": shards, "heads": heads}
+
+
+def _copy(path: Path, copy: Path, first_sequence: int) -> None:
+    artifact = artifacts.open_artifact(path, "dump")
+    tensors = artifact.tensors()
+    if "sequence" in tensors:
+        tensors["sequence"] = tensors["sequence"] + first_sequence
+    artifacts.write(copy, "dump", tensors, artifact.metadata, private=True)
+
+
+def _merge_moments(parts: list[Calibration], out: Path) -> None:
+    merged = {split: parts[0].moments(split) for split in SPLITS}
+    for part in parts[1:]:
+        for split in SPLITS:
+            merged[split].merge(part.moments(split))
+    scope = artifacts.open_artifact(parts[0].path / "moments.safetensors", "moments").metadata
+    save_moments(out / "moments.safetensors", merged, scope)

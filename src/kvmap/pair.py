@@ -1,0 +1,240 @@
+"""From the names of two models to a calibration or a map; what is there already is reused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvmap import demo, fit, models, plan, text
+from kvmap.calibration import Calibration
+from kvmap.collect import CollectOptions, collect
+from kvmap.fit import Recipe
+from kvmap.geometry import Geometry, json_digest
+from kvmap.mapping import CacheMap
+from kvmap.models import LoadedModel
+from kvmap.models.load import (
+    identify,
+    load_config,
+    load_tokenizer,
+    parameter_count,
+    pick_device,
+    pick_dtype,
+    shape_of,
+)
+from kvmap.pipeline import (
+    Text,
+    cache_folder,
+    cached_layers,
+    calibration_path,
+    fit_map,
+    open_finished,
+)
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How models are loaded."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+    def open(self, name: str) -> LoadedModel:
+        """Load a model by name."""
+        return models.load(name, self.device, self.dtype, self.trust_remote_code)
+
+    @property
+    def dtype_name(self) -> str:
+        """Return the name of the dtype that "auto" stands for here."""
+        return str(pick_dtype(self.dtype, pick_device(self.device))).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which text both models read; `dataset` None takes the demo's for the embedded models."""
+
+    dataset: str | None = None
+    split: str = "train"
+    sequences: int = 500
+    length: int = 1024
+    seed: int = 0
+
+
+def read_text(names: tuple[str, str], options: TextOptions, loading: Loading) -> Text:
+    """Read and tokenise calibration text with the source's tokenizer.
+
+    Raises:
+        UsageError: The data set or tokenizer cannot be read, or there is too little text.
+    """
+    dataset = options.dataset or default_dataset(names)
+    tokenizer = load_tokenizer(models.resolve(names[0]), loading.trust_remote_code)
+    found = text.documents(dataset, options.split, tokenizer, options.length, options.seed)
+    token_ids = text.token_sequences(found, tokenizer, options.length, options.sequences)
+    label = Path(dataset).name if Path(dataset).exists() else dataset
+    return Text(token_ids, {"dataset": label, "split": options.split, "seed": options.seed})
+
+
+def default_dataset(names: tuple[str, str]) -> str:
+    """Return the data set that suits a pair: the demo's for embedded models, else web text."""
+    return "demo" if all(name in demo.MODELS for name in names) else "fineweb-edu"
+
+
+def geometries(names: tuple[str, str], loading: Loading) -> tuple[Geometry, Geometry]:
+    """Return both cache shapes from configs alone, without RoPE tables."""
+    return tuple(
+        shape_of(load_config(models.resolve(name), loading.trust_remote_code)) for name in names
+    )
+
+
+def with_scope(
+    options: CollectOptions, shapes: tuple[Geometry, Geometry], recipe: Recipe | None = None
+) -> CollectOptions:
+    """Fill in which moments are kept: what fits in memory, and what the recipe reads at least."""
+    heads, joint = plan.moments_scope(*shapes)
+    if recipe is not None:
+        heads = "all" if recipe.options.heads == "all" else heads
+        joint = joint or recipe.options.joint or recipe.options.anchor
+    return replace(
+        options,
+        heads=heads if options.heads == "auto" else options.heads,
+        joint=joint if options.joint is None else options.joint,
+    )
+
+
+def collect_pair(
+    names: tuple[str, str],
+    found: Text,
+    options: CollectOptions,
+    out: Path | None,
+    loading: Loading,
+    progress: Progress,
+) -> tuple[Calibration, bool]:
+    """Return a pair's calibration and whether it was there already.
+
+    Args:
+        out: Folder to fill; None takes the one in the cache folder, if it is there.
+    """
+    path = out or _cached_path(names, found, options, loading)
+    if out is None and path is not None and (finished := open_finished(path)):
+        return finished, True
+    loaded: dict[str, LoadedModel] = {}
+    together = plan.fits_together(_weight_bytes(names, loading), pick_device(loading.device))
+
+    def opener(name: str) -> Callable[[], LoadedModel]:
+        return lambda: loaded.get(name) or loading.open(name)
+
+    if path is None:
+        loaded = {name: loading.open(name) for name in names}
+        digests = tuple(loaded[name].signature.digest for name in names)
+        path = calibration_path(digests, (loading.dtype_name,) * 2, found, options)
+        if finished := open_finished(path):
+            return finished, True
+    path.parent.mkdir(parents=True, exist_ok=True)
+    openers = tuple(opener(name) for name in names)
+    made = collect(openers, found.token_ids, path, options, found.record, progress, together)
+    return made, False
+
+
+def _weight_bytes(names: tuple[str, str], loading: Loading) -> tuple[int, int]:
+    itemsize = pick_dtype(loading.dtype, pick_device(loading.device)).itemsize
+    configs = [load_config(models.resolve(name), loading.trust_remote_code) for name in names]
+    return tuple(parameter_count(config) * itemsize for config in configs)
+
+
+def _cached_path(
+    names: tuple[str, str], found: Text, options: CollectOptions, loading: Loading
+) -> Path | None:
+    digests = tuple(identify(name, loading.trust_remote_code) for name in names)
+    if None in digests:
+        return None
+    return calibration_path(digests, (loading.dtype_name,) * 2, found, options)
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """How a map is made from a calibration.
+
+    Attributes:
+        recipe: Inputs, heads, exact parts, ridge and k.
+        selection: "top" or "greedy".
+        layers: An artifact with a choice of layers; None chooses.
+        out: Where the map goes; None takes the cache folder.
+    """
+
+    recipe: Recipe
+    selection: str = "top"
+    layers: Path | None = None
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """A fitted map, its files and which stages were not run again."""
+
+    cmap: CacheMap
+    path: Path
+    layers_path: Path
+    k: int
+    seconds: float
+    reused: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report of `kvmap fit --json`."""
+        made = self.cmap.provenance
+        return {
+            "map": str(self.path),
+            "layers": str(self.layers_path),
+            "k": self.k,
+            "ridge": made["ridge"],
+            "r2": made["r2"],
+            "rows_per_input": made["rows_per_input"],
+            "seconds": self.seconds,
+            "reused": list(self.reused),
+            "recipe": made["recipe"],
+            "parameters": self.cmap.parameters,
+        }
+
+
+def fit_calibration(
+    calibration: Calibration, request: FitRequest, progress: Progress, reused: tuple[str, ...] = ()
+) -> FitReport:
+    """Choose layers and fit a map, or take both from the cache folder where they are there."""
+    if request.layers is not None:
+        from kvmap.layers import load_layers
+
+        _, layers, record = load_layers(request.layers)
+        layers_path, k, known = request.layers, record["k"], False
+    else:
+        choice, layers_path, known = cached_layers(
+            calibration, request.recipe, request.selection, None
+        )
+        layers, k = choice.layers, choice.k
+    reused += ("select-layers",) if known else ()
+    key = json_digest([calibration.digest, layers, fit.describe(request.recipe)])
+    path = request.out or cache_folder() / "maps" / f"{key[:24]}.safetensors"
+    if request.out is None and path.exists():
+        cmap = CacheMap.load(path)
+        return FitReport(cmap, path, layers_path, k, 0.0, (*reused, "fit"))
+    fitted = fit_map(calibration, layers, request.recipe, progress)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fitted.cmap.save(path)
+    return FitReport(fitted.cmap, path, layers_path, k, fitted.seconds, reused)
+
+
+def fit_pair(
+    names: tuple[str, str],
+    text_options: TextOptions,
+    options: CollectOptions,
+    request: FitRequest,
+    loading: Loading,
+    progress: Progress = lambda step, done, total: None,
+) -> FitReport:
+    """Fit a map between two models by name, from nothing if need be."""
+    found = read_text(names, text_options, loading)
+    options = with_scope(options, geometries(names, loading), request.recipe)
+    calibration, known = collect_pair(names, found, options, None, loading, progress)
+    return fit_calibration(calibration, request, progress, ("collect",) if known else ())

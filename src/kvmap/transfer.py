@@ -1,0 +1,127 @@
+"""Let a target go on from what a source has read: the whole handoff, text in and text out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmap.cache import KVCache
+from kvmap.errors import UsageError
+from kvmap.handoff import Handoff, check_pair, handoff
+from kvmap.mapping import CacheMap
+from kvmap.models import LoadedModel, generate, prefill
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A context [1, T] handed over: the source's cache and what became of it."""
+
+    token_ids: Tensor
+    source_cache: KVCache
+    handoff: Handoff
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> Tensor:
+    """Return the token ids [1, T] of a prompt.
+
+    Raises:
+        UsageError: The prompt is empty.
+    """
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.shape[1] < 2:
+        raise UsageError(f"the prompt has {ids.shape[1]} tokens, expected at least 2")
+    return ids.long()
+
+
+def message_ids(tokenizer: Any, path: Path) -> Tensor:
+    """Return the token ids [1, T] of a conversation file, with the reply's opening added.
+
+    Args:
+        path: JSON, a list of {"role", "content"}.
+
+    Raises:
+        UsageError: The file is no such list, or the model has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise UsageError("this model has no chat template; give the text with --prompt-file")
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))
+        shaped = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+        rendered = tokenizer.apply_chat_template(shaped, add_generation_prompt=True, tokenize=False)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    except Exception as error:  # templates raise what they like
+        raise UsageError(
+            f"{path}: expected a JSON list of messages with role and content that the chat "
+            f"template takes ({type(error).__name__})"
+        ) from error
+    ids = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return ids.long()
+
+
+def transfer(
+    cmap: CacheMap,
+    source: LoadedModel | None,
+    target: LoadedModel,
+    token_ids: Tensor,
+    source_cache: KVCache | None = None,
+) -> Transfer:
+    """Hand a context [1, T] from the source to the target.
+
+    Args:
+        source: Prefills the context; may be None where its cache is given.
+
+    Raises:
+        UsageError: The models or the cache are not the map's.
+    """
+    check_pair(cmap, source, target)
+    if source_cache is None:
+        if source is None:
+            raise UsageError("neither the source model nor its cache was given")
+        source_cache, _ = prefill(source, token_ids)
+    return Transfer(token_ids, source_cache, handoff(cmap, target, source_cache, token_ids))
+
+
+def continuation(loaded: LoadedModel, cache: KVCache | None, token_ids: Tensor, length: int) -> str:
+    """Return the text a model greedily adds to a context, from a cache or from nothing."""
+    produced = generate(loaded, cache, token_ids, length)
+    return loaded.tokenizer.decode(produced[0], skip_special_tokens=True)
+
+
+def compare(
+    done: Transfer, source: LoadedModel, target: LoadedModel, length: int
+) -> dict[str, Any]:
+    """Return the texts that follow a context: from the mapped cache, natively, and by the source.
+
+    `top1_agreement` is the share of mapped tokens equal to the native ones, place by place.
+    """
+    mapped = generate(target, done.handoff.cache, done.token_ids, length)[0]
+    native = generate(target, None, done.token_ids, length)[0]
+    own = generate(source, done.source_cache, done.token_ids, length)[0]
+    common = min(len(mapped), len(native))
+    same = (mapped[:common] == native[:common]).sum().item() if common else 0
+    decode = lambda loaded, ids: loaded.tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
+    return {
+        "mapped": decode(target, mapped),
+        "native": decode(target, native),
+        "source": decode(source, own),
+        "top1_agreement": same / max(len(mapped), len(native), 1),
+    }
+
+
+def require_batch_of_one(cache: KVCache) -> Tensor:
+    """Return the token ids of a saved cache of one sequence.
+
+    Raises:
+        UsageError: It holds several sequences or no token ids.
+    """
+    if cache.token_ids is None or cache.positions.shape[0] != 1:
+        raise UsageError("the cache holds several sequences or no token ids; transfer takes one")
+    if not torch.equal(cache.positions[0], torch.arange(cache.tokens)):
+        raise UsageError("the cache does not begin at position 0; transfer takes whole contexts")
+    return cache.token_ids
