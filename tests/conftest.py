@@ -15,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from kvmap.calibration import Calibration
+from kvmap.collect import CollectOptions, collect
 from kvmap.models import LoadedModel, load
 
 torch.set_num_threads(1)
@@ -97,6 +99,38 @@ def planted_paths(plant, tmp_path_factory) -> Callable[[str], tuple[Path, Path]]
                 checkpoints.save(pair.target, folder / f"{name}-target"),
             )
         return saved[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def pair(planted_paths) -> Callable[[str], tuple[LoadedModel, LoadedModel]]:
+    """Return the loaded (source, target) of a planted pair."""
+    opened = {}
+
+    def get(name: str) -> tuple[LoadedModel, LoadedModel]:
+        if name not in opened:
+            opened[name] = tuple(load(str(path), device="cpu") for path in planted_paths(name))
+        return opened[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def calibration(pair, tmp_path_factory) -> Callable[[str], Calibration]:
+    """Return a calibration of a planted pair: 64 sequences of 64 tokens, every token kept."""
+    made = {}
+
+    def get(name: str) -> Calibration:
+        if name not in made:
+            openers = tuple(lambda model=model: model for model in pair(name))
+            folder = tmp_path_factory.mktemp(name) / "calibration"
+            options = CollectOptions(
+                stride=1, heads="all", joint=True, dump=False, shard=64, batch=16
+            )
+            ids = token_ids(64, 64, seed=1)
+            made[name] = collect(openers, ids, folder, options, {"dataset": "random"})
+        return made[name]
 
     return get
 

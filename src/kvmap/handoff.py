@@ -76,6 +76,8 @@ def handoff(
     tokens = token_ids.shape[1]
     tail = tail_length(cmap.options.native_tail, tokens)
     head = min(cmap.options.native_head, tokens - tail)
+    if head:
+        _check_head(source_cache)
     middle = _middle(source_cache, token_ids, head, tokens - tail)
     clock = _Clock(target.device)
     parts = []
@@ -107,6 +109,18 @@ def map_middle(
     mapped = cmap.apply(middle.to(target.device), first).to(dtype=target.dtype)
     clock.lap("map")
     return mapped
+
+
+def _check_head(source_cache: KVCache) -> None:
+    """Check that the target can prefill the first tokens: they are text and stand at 0."""
+    start = int(source_cache.positions[:, 0].max())
+    padded = source_cache.mask is not None and not bool(source_cache.mask.all())
+    if padded or start:
+        found = "is padded" if padded else f"begins at position {start}"
+        raise UsageError(
+            f"the source's cache {found}, but this map has the target prefill the first tokens; "
+            "hand over unpadded contexts from position 0, or fit with `--native-head 0`"
+        )
 
 
 def _middle(source_cache: KVCache, token_ids: Tensor, head: int, stop: int) -> KVCache | None:
