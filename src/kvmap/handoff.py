@@ -30,7 +30,7 @@ class Handoff:
         cache: [B, H_t, T, D_t] per layer, all T tokens of the context.
         logits: [B, vocabulary] after the last token.
         outcome: "applied", or "fallback_reprefill" where nothing was left to map.
-        seconds: By part: "head", "first_layer", "map", "tail".
+        seconds: By part: "head", "first_layer", "map", "build", "tail".
     """
 
     cache: KVCache
@@ -87,6 +87,7 @@ def handoff(
     if middle is not None:
         parts.append(map_middle(cmap, target, middle, clock))
     past = parts[0] if len(parts) == 1 else concat(*parts) if parts else None
+    clock.lap("build")
     cache, logits = prefill(target, token_ids[:, tokens - tail :], past=past)
     clock.lap("tail")
     return Handoff(

@@ -18,6 +18,10 @@ from kvmap.errors import KvmapError
 
 # In the order in which they are used; each names its module in this package.
 COMMANDS = {
+    "collect": "collect",
+    "select-layers": "select_layers",
+    "bench": "bench",
+    "fit": "fit",
     "models": "models",
 }
 

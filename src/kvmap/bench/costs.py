@@ -1,0 +1,47 @@
+"""What mapping and prefill must do at least: FLOPs and bytes, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvmap.bench.machine import Machine
+from kvmap.geometry import Geometry
+from kvmap.mapping import CacheMap
+
+
+@dataclass(frozen=True)
+class MapCost:
+    """One map over T tokens: multiply-adds counted twice, and bytes read and written once each."""
+
+    flops: float
+    bytes: float
+
+    def shares(self, seconds: float, machine: Machine) -> dict[str, Any]:
+        """Return the costs and what share of the machine's peaks they came to."""
+        return {
+            "map_flops": self.flops,
+            "map_bytes": self.bytes,
+            "matmul_share": self.flops / seconds / machine.matmul_flops if seconds else None,
+            "copy_share": self.bytes / seconds / machine.copy_bytes if seconds else None,
+        }
+
+    def seconds(self, machine: Machine) -> float:
+        """Return the least time on a machine that does one while it does the other."""
+        return max(self.flops / machine.matmul_flops, self.bytes / machine.copy_bytes)
+
+
+def map_cost(cmap: CacheMap, tokens: int, itemsize: int) -> MapCost:
+    """Return what a map must do: its products, the source's layers in, the target's out."""
+    entry = 2 * tokens * itemsize
+    read = len(cmap.source_layers) * cmap.source.geometry.width * entry
+    written = len(cmap.layers) * cmap.target.geometry.width * entry
+    weights = [part.weight for layer in cmap.layers if layer for part in (layer.key, layer.value)]
+    held = sum(weight.numel() * weight.element_size() for weight in weights)
+    products = sum(2 * weight.numel() for weight in weights)
+    return MapCost(float(products) * tokens, float(read + written + held))
+
+
+def attention_flops(geometry: Geometry, tokens: int) -> float:
+    """Return the FLOPs of causal attention over T tokens, all layers."""
+    return 2.0 * geometry.layers * geometry.query_heads * geometry.head_size * tokens * tokens

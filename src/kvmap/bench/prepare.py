@@ -1,0 +1,27 @@
+"""Find or make the map that a bench of two models by name needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvmap import fit
+from kvmap.collect import CollectOptions
+from kvmap.pair import FitReport, FitRequest, Loading, TextOptions, fit_pair
+
+SEQUENCES, LENGTH = 64, 256
+
+
+def prepared_map(
+    names: tuple[str, str],
+    recipe: str = fit.DEFAULT_RECIPE,
+    loading: Loading | None = None,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+) -> FitReport:
+    """Return a map fitted on little text, from the cache folder where it is there.
+
+    Its shape is that of the map `kvmap fit` makes, so it takes as long; it knows less.
+    """
+    text = TextOptions(sequences=SEQUENCES, length=LENGTH, seed=seed)
+    request = FitRequest(fit.recipe(recipe))
+    return fit_pair(names, text, CollectOptions(), request, loading or Loading(), progress)

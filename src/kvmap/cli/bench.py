@@ -1,0 +1,223 @@
+"""`kvmap bench`: what a handoff takes beside the target's own prefill, here and now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvmap.cli import options
+from kvmap.cli.output import Output, amount, figure, table
+from kvmap.errors import FloorMissed, UsageError
+
+if TYPE_CHECKING:
+    from kvmap.pair import Loading
+
+EXAMPLES = (
+    "kvmap bench --context 1024,4096",
+    "kvmap bench m-l.map --context 8192 --min-speedup 5 --json",
+)
+PAIR, CONTEXT = "tiny-m,tiny-l", "1024,4096"
+
+
+def run(
+    map_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MAP]", help="A map that `kvmap fit` made. [default: one is made]"),
+    ] = None,
+    context: Annotated[
+        str, typer.Option("--context", metavar="N,...", help="Lengths of context, in tokens.")
+    ] = CONTEXT,
+    pair: Annotated[
+        str, typer.Option("--pair", metavar="SOURCE,TARGET", help="The models, without MAP.")
+    ] = PAIR,
+    both: Annotated[
+        bool, typer.Option("--both", help="The other direction too, without MAP.")
+    ] = False,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            metavar="NAME,...",
+            help="Presets side by side. [default: kvmap]",
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget",
+            metavar="SECONDS",
+            help="Time for each context. [default: 20]",
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", metavar="N", help="Exactly so many rounds instead.")
+    ] = None,
+    min_speedup: Annotated[
+        float | None,
+        typer.Option("--min-speedup", metavar="X", help="Exit 3 if a warm speed-up is lower."),
+    ] = None,
+    dry_run: options.DryRun = False,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Time a handoff and the target's own prefill, part by part."""
+    from kvmap.pair import Loading
+
+    out = Output(as_json, quiet)
+    contexts = parse_contexts(context)
+    loading = Loading(device, dtype)
+    jobs = _jobs(map_file, pair, both, recipe)
+    if dry_run:
+        _plan(out, jobs, contexts, loading)
+        return
+    document = _measure(out, jobs, contexts, loading, _bench_options(budget, repeats, seed))
+    out.document(document, lambda: report(document))
+    _hold_floor(document, min_speedup)
+
+
+def parse_contexts(given: str) -> list[int]:
+    """Read lengths of context.
+
+    Raises:
+        UsageError: One is no number of at least 2.
+    """
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and int(part) >= 2 for part in parts):
+        raise UsageError(f"found --context {given!r}, expected numbers from 2, joined by commas")
+    return [int(part) for part in parts]
+
+
+def _bench_options(budget: float | None, repeats: int | None, seed: int) -> Any:
+    from kvmap.bench import BenchOptions
+
+    if repeats is not None and repeats < 1:
+        raise UsageError(f"found --repeats {repeats}, expected at least 1")
+    asked = {"budget": budget, "repeats": repeats, "seed": seed}
+    return BenchOptions(**{key: value for key, value in asked.items() if value is not None})
+
+
+def _jobs(
+    map_file: Path | None, pair: str, both: bool, recipe: str | None
+) -> list[tuple[Path | None, tuple[str, str], str]]:
+    """Return what to measure: a map's file or None, the two models, the recipe."""
+    from kvmap.fit import DEFAULT_RECIPE
+    from kvmap.mapping import CacheMap
+
+    if map_file is not None:
+        cmap = CacheMap.load(map_file)
+        return [(map_file, (cmap.source.name, cmap.target.name), "")]
+    names = tuple(name.strip() for name in pair.split(","))
+    if len(names) != 2 or not all(names):
+        raise UsageError(f"found --pair {pair!r}, expected two models joined by a comma")
+    recipes = [name.strip() for name in (recipe or DEFAULT_RECIPE).split(",")]
+    ways = [names, names[::-1]] if both else [names]
+    return [(None, way, name) for way in ways for name in recipes]
+
+
+def _measure(
+    out: Output, jobs: list, contexts: list[int], loading: Loading, asked: Any
+) -> dict[str, Any]:
+    import torch
+
+    from kvmap import bench, models
+    from kvmap.models.load import pick_device, pick_dtype
+
+    place = pick_device(loading.device)
+    machine = bench.measure_machine(torch.device(place), pick_dtype(loading.dtype, place))
+    measured, maps = [], []
+    with out.progress() as progress:
+        for path, names, recipe in jobs:
+            cmap, path, load_seconds = _map_of(path, names, recipe, loading, progress)
+            source, target = (models.load(name, place, loading.dtype) for name in names)
+            cmap = cmap.to(target.device)
+            found = bench.bench_pair(cmap, source, target, contexts, asked, machine, progress)
+            measured += [{"recipe": recipe or None, **one.to_json()} for one in found]
+            maps.append({"map": str(path), "load_seconds": load_seconds})
+    return {"machine": machine.to_json(), "maps": maps, "contexts": measured}
+
+
+def _map_of(path: Path | None, names, recipe: str, loading: Loading, progress) -> tuple:
+    """Return a map, its file, and the seconds it takes to load."""
+    import time
+
+    from kvmap.bench import prepared_map
+    from kvmap.mapping import CacheMap
+
+    if path is None:
+        path = prepared_map(names, recipe, loading, progress=progress).path
+    started = time.perf_counter()
+    return CacheMap.load(path), path, time.perf_counter() - started
+
+
+def _plan(out: Output, jobs: list, contexts: list[int], loading: Loading) -> None:
+    from kvmap.bench.plan import plan
+
+    rows = plan(jobs, contexts, loading)
+    out.document(
+        {"plan": rows},
+        lambda: table(
+            ("source", "target", "recipe", "tokens", "caches", "map GFLOP", "seconds"),
+            [
+                (
+                    row["source"],
+                    row["target"],
+                    row["recipe"],
+                    row["tokens"],
+                    amount(row["cache_bytes"]),
+                    round(row["map_flops"] / 1e9, 1),
+                    round(row["seconds"], 1),
+                )
+                for row in rows
+            ],
+        ),
+    )
+
+
+COLUMNS = {
+    "tokens": "tokens",
+    "source ms": "source_prefill_seconds",
+    "map ms": "map_seconds",
+    "build ms": "build_seconds",
+    "first token ms": "first_token_seconds",
+    "handoff ms": "handoff_seconds",
+    "prefill ms": "target_prefill_seconds",
+}
+
+
+def report(document: dict[str, Any]) -> str:
+    """Lay out medians, speed-ups and shares of the machine's peaks."""
+    head = ("source", "target", "recipe", *COLUMNS, "warm", "cold", "matmul", "copy", "extra")
+    rows = [_row(one) for one in document["contexts"]]
+    machine = document["machine"]
+    peaks = (machine["matmul_flops"] / 1e9, machine["copy_bytes"] / 1e9)
+    last = (
+        f"{machine['name']}, {machine['threads']} threads, {machine['dtype']}: "
+        f"{peaks[0]:.1f} GFLOP/s, {peaks[1]:.1f} GB/s copied"
+    )
+    loads = ", ".join(f"{one['load_seconds'] * 1e3:.0f}" for one in document["maps"])
+    return "\n".join((table(head, rows), last, f"map loaded from disk in {loads} ms"))
+
+
+def _row(one: dict[str, Any]) -> list[Any]:
+    cells: list[Any] = [one["source"], one["target"], one["recipe"], one["tokens"]]
+    cells += [round(one[key] * 1e3, 1) for key in list(COLUMNS.values())[1:]]
+    cells += [f"{one[key]:.1f}×" for key in ("warm_speedup", "cold_speedup")]
+    cells += [
+        "-" if one[key] is None else f"{figure(100 * one[key], 0)} %"
+        for key in ("matmul_share", "copy_share")
+    ]
+    return [*cells, amount(one["extra_bytes"])]
+
+
+def _hold_floor(document: dict[str, Any], least: float | None) -> None:
+    lowest = min(document["contexts"], key=lambda one: one["warm_speedup"])
+    if least is not None and lowest["warm_speedup"] < least:
+        raise FloorMissed(
+            f"the warm speed-up at {lowest['tokens']} tokens is {lowest['warm_speedup']:.2f}, "
+            f"below --min-speedup {least:g}"
+        )
