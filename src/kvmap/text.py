@@ -7,7 +7,7 @@ with its answer is found by itself. Several sources joined by commas take turns,
 document. No message repeats text.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from sys import maxsize
@@ -56,7 +56,7 @@ def documents(
                 yield text
 
 
-def token_sequences(texts: Iterator[str], tokenizer: Any, length: int, count: int) -> Tensor:
+def token_sequences(texts: Iterable[str], tokenizer: Any, length: int, count: int) -> Tensor:
     """Return token ids [N, T] of `count` sequences of `length` tokens.
 
     Each sequence starts where a document starts, takes further documents while it is short,

@@ -22,6 +22,7 @@ COMMANDS = {
     "select-layers": "select_layers",
     "bench": "bench",
     "fit": "fit",
+    "transfer": "transfer",
     "models": "models",
 }
 

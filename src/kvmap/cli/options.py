@@ -16,20 +16,84 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", "-n", help="Print the plan and its costs; do nothing.")
 ]
 Device = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 or spread.")
+    str | None,
+    typer.Option(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, spread, or auto. [default: auto]"
+    ),
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")
+    str | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="float32, bfloat16, float16, or auto. [default: auto]"
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of all that is random.")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Seed of all that is random. [default: 0]")
+]
+
+NAME = "A known name (`kvmap models`), a hub id, id@revision, or a local folder."
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help=f"Model that has read. {NAME}")]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="Model that shall go on; likewise.")]
+Map = Annotated[Path, typer.Argument(metavar="MAP", help="A map that `kvmap fit` made.")]
+
+SourceModel = Annotated[
+    str | None,
+    typer.Option("--source", metavar="MODEL", help="Where the map's source lies, if it moved."),
+]
+TargetModel = Annotated[
+    str | None,
+    typer.Option("--target", metavar="MODEL", help="Where the map's target lies, if it moved."),
+]
+
+# What calibration reads; None takes the library's default.
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        metavar="NAMES",
+        help="Text, several joined by commas: demo, fineweb-edu, a hub id, id:config, a .jsonl, "
+        ".parquet or .txt file or a folder; #column names a column. "
+        "[default: demo for the embedded models, else fineweb-edu]",
+    ),
+]
+Sequences = Annotated[
+    int | None,
+    typer.Option("--sequences", metavar="N", help="Sequences to read. [default: 500]"),
+]
+Length = Annotated[
+    int | None, typer.Option("--length", metavar="TOKENS", help="Tokens of each. [default: 1024]")
+]
+Stride = Annotated[
+    int | None, typer.Option("--stride", metavar="N", help="Keep every Nth token. [default: 4]")
+]
+HeldOut = Annotated[
+    float | None,
+    typer.Option(
+        "--held-out", metavar="SHARE", help="Share of sequences never fitted on. [default: 0.1]"
+    ),
+]
+
+# What a fit makes; None takes the recipe's own.
+Recipe = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe", metavar="NAME", help="Preset: kvmap, paper, cachebridge. [default: kvmap]"
+    ),
+]
+K = Annotated[
+    str | None,
+    typer.Option("-k", metavar="N|auto", help="Source layers per target layer; auto by held-out."),
+]
+LayerMethod = Annotated[
+    str | None,
+    typer.Option("--method", metavar="top|greedy", help="How to choose layers. [default: top]"),
+]
 
 
-def output(what: str, metavar: str, default: str) -> type:
-    """Return the type of an `-o/--output` option; `default` says where it goes otherwise."""
-    text = f"Where to write {what}. [default: {default}]"
-    return Annotated[
-        Path | None, typer.Option("--output", "-o", metavar=metavar, help=text, show_default=False)
-    ]
+def output(what: str, metavar: str, otherwise: str = "the cache folder") -> type:
+    """Return the type of an `-o/--output` option; `otherwise` is where it goes if not given."""
+    text = f"Where to write {what}. [default: {otherwise}]"
+    return Annotated[Path | None, typer.Option("--output", "-o", metavar=metavar, help=text)]
 
 
 def examples(*lines: str) -> str:

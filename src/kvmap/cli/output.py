@@ -6,6 +6,7 @@ Nothing is folded or padded to a terminal's width, so that output reads the same
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 
 from kvmap.header import without_nan
 
-Advance = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Output:
     as_json: bool = False
     quiet: bool = False
 
+    @property
+    def colour(self) -> bool:
+        """Whether notes may be coloured."""
+        return sys.stderr.isatty() and "NO_COLOR" not in os.environ
+
     def document(self, data: Any, text: Callable[[], str]) -> None:
         """Print `data` as one JSON document, or else the text made for people."""
         if self.as_json:
@@ -32,10 +38,9 @@ class Output:
         else:
             print(text())
 
-    def path(self, path: Path | str) -> None:
-        """Print the path of what was written, for the next command; JSON carries its own."""
-        if not self.as_json:
-            print(path)
+    def result(self, path: Path | str, document: Any) -> None:
+        """Print the path of what was written, for the next command, or all about it as JSON."""
+        self.document(document, lambda: str(path))
 
     def note(self, text: str) -> None:
         """Tell people something that is not data."""
@@ -43,18 +48,24 @@ class Output:
             print(text, file=sys.stderr)
 
     @contextmanager
-    def progress(self, label: str) -> Iterator[Advance]:
-        """Show a bar on a terminal while the work calls back with (done, total)."""
+    def progress(self) -> Iterator[Progress]:
+        """Show bars on a terminal while the work calls back with (step, done, total)."""
         if self.quiet or not sys.stderr.isatty():
-            yield lambda done, total: None
+            yield lambda step, done, total: None
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-            task = bars.add_task(label, total=None)
-            yield lambda done, total: bars.update(task, completed=done, total=total)
+            tasks: dict[str, Any] = {}
+
+            def advance(step: str, done: int, total: int) -> None:
+                if step not in tasks:
+                    tasks[step] = bars.add_task(step, total=total)
+                bars.update(tasks[step], completed=done, total=total)
+
+            yield advance
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -94,3 +105,22 @@ def _cell(value: Any) -> str:
 
 def _numeric(value: Any) -> bool:
     return value is None or isinstance(value, int | float)
+
+
+def heat(table: Sequence[Sequence[float]], chosen: Sequence[Sequence[int]], colour: bool) -> str:
+    """Draw R² of target layers (down) by source layers (across); what is chosen has a star."""
+    lines = ["held-out R², target layers down, source layers across, * chosen"]
+    lines.append("     " + "".join(f"{column:>5} " for column in range(len(table[0]))))
+    for row, values in enumerate(table):
+        cells = (_heat_cell(v, column in chosen[row], colour) for column, v in enumerate(values))
+        lines.append(f"{row:>4} " + "".join(cells))
+    return "\n".join(lines)
+
+
+def _heat_cell(value: float, chosen: bool, colour: bool) -> str:
+    text = f"{value:>5.2f}{'*' if chosen else ' '}"
+    if not colour:
+        return text
+    # 24 greys of the 256-colour palette, darker for less, text in the other colour.
+    grey = 232 + round(23 * min(max(value, 0.0), 1.0))
+    return f"\x1b[48;5;{grey}m\x1b[38;5;{231 if grey < 244 else 16}m{text}\x1b[0m"

@@ -1,0 +1,193 @@
+"""`kvmap eval`: how good a map is, beside everything it could be mistaken for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvmap.cli import inputs, options, report
+from kvmap.cli.output import Output
+from kvmap.errors import UsageError
+
+EXAMPLES = (
+    "kvmap eval m-l.map --tasks demo,text -o m-l.report --html m-l.html",
+    "kvmap eval m-l.map --limit 200 --min-gap-recovered 0.8 --min-margin 0.2 --sign",
+)
+
+Tasks = Annotated[
+    str | None,
+    typer.Option(
+        "--tasks",
+        metavar="NAMES",
+        help="Joined by commas: demo, needle, text, wikitext2, demo_conversations, coqa, chat, or "
+        "any of lm-evaluation-harness. [default: demo]",
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option("--limit", metavar="N", help="Questions per task; 0 for all. [default: 100]"),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option("--length", metavar="TOKENS,...", help="Lengths of context, where chosen."),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", help="Local rows in hub columns, instead of the hub."),
+]
+Text = Annotated[
+    str | None,
+    typer.Option("--text", metavar="NAME", help="What the task text reads. [default: demo]"),
+]
+Messages = Annotated[
+    Path | None,
+    typer.Option("--messages", metavar="FILE", help="Conversations to go on with (task chat)."),
+]
+Turn = Annotated[
+    int | None,
+    typer.Option("--turn", metavar="N", help="Turn at which conversations pass. [default: 1]"),
+]
+History = Annotated[
+    str | None,
+    typer.Option(
+        "--history", metavar="own|gold", help="Earlier answers in conversations. [default: own]"
+    ),
+]
+FewShot = Annotated[
+    int | None,
+    typer.Option("--few-shot", metavar="N", help="Worked examples in lm-eval's tasks."),
+]
+Diagnosed = Annotated[
+    int | None,
+    typer.Option("--diagnosed", metavar="N", help="Documents for diagnostics. [default: 8]"),
+]
+
+
+def _floor(name: str, what: str) -> type:
+    return Annotated[
+        float | None, typer.Option(name, metavar="X", help=f"Exit 3 if {what} may be beyond X.")
+    ]
+
+
+def run(
+    cmap: options.Map,
+    tasks: Tasks = None,
+    limit: Limit = None,
+    length: Lengths = None,
+    data: Data = None,
+    text: Text = None,
+    messages: Messages = None,
+    turn: Turn = None,
+    history: History = None,
+    few_shot: FewShot = None,
+    diagnosed: Diagnosed = None,
+    output: options.output("the report; its JSON goes beside it", "REPORT", "nowhere") = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with pictures.")
+    ] = None,
+    sign: Annotated[
+        bool, typer.Option("--sign", help="Put the verdict beside the map, bound to it.")
+    ] = False,
+    min_retention: _floor("--min-retention", "retention") = None,
+    min_gap_recovered: _floor("--min-gap-recovered", "the gap recovered") = None,
+    min_margin: _floor("--min-margin", "the margin over the best control") = None,
+    min_cosine: _floor("--min-cosine", "the attention-output cosine") = None,
+    max_kl: _floor("--max-kl", "the divergence from native, in nats per token,") = None,
+    source_model: options.SourceModel = None,
+    target_model: options.TargetModel = None,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure a map: mapped beside native, the source alone and every control.
+
+    Exit code 3 where a floor is missed, or where another document's cache does as well.
+    """
+    from kvmap.artifacts import refuse_overwrite
+    from kvmap.evaluate import evidence
+    from kvmap.evaluate.evaluation import EvaluateOptions
+    from kvmap.evaluate.gates import Gates, enforce
+
+    out = Output(as_json, quiet)
+    for path in filter(None, (output, html)):
+        refuse_overwrite(path, force)
+    asked = inputs.given(
+        EvaluateOptions,
+        tasks=_tasks(tasks, messages),
+        lengths=_lengths(length),
+        data=messages or data,
+        text=text,
+        turn=inputs.at_least("--turn", turn, 1),
+        history=inputs.one_of("--history", history, "own", "gold"),
+        few_shot=inputs.at_least("--few-shot", few_shot, 0),
+        diagnosed=inputs.at_least("--diagnosed", diagnosed, 0),
+        seed=seed,
+    )
+    asked = _limited(asked, inputs.at_least("--limit", limit, 0))
+    gates = Gates(min_retention, min_gap_recovered, min_margin, min_cosine, max_kl)
+    places = (source_model, target_model, device, dtype)
+    found = _evaluate(out, cmap, asked, places, output)
+    if output is not None:
+        found.save(output)
+    if html is not None:
+        _page(html, found)
+    if sign:
+        out.note(f"signed: {evidence.sign(cmap, found, output)}")
+    written = {"map": str(cmap), "report": None if output is None else str(output)}
+    out.document(found.figures | written, lambda: report.render(found.figures))
+    enforce(found.figures, gates)
+
+
+def _tasks(tasks: str | None, messages: Path | None) -> tuple[str, ...] | None:
+    if tasks is None:
+        return None if messages is None else ("chat",)
+    names = tuple(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
+    if not names:
+        raise UsageError(f"found --tasks {tasks!r}, expected names joined by commas")
+    return names if messages is None or "chat" in names else (*names, "chat")
+
+
+def _lengths(given: str | None) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and int(part) >= 4 for part in parts):
+        raise UsageError(f"found --length {given!r}, expected numbers from 4, joined by commas")
+    return tuple(int(part) for part in parts)
+
+
+def _limited(asked: Any, limit: int | None) -> Any:
+    """Return the options with the limit; 0 asks for all there is."""
+    from dataclasses import replace
+
+    return asked if limit is None else replace(asked, limit=limit or None)
+
+
+def _evaluate(out: Output, path: Path, asked: Any, places: tuple, output: Path | None) -> Any:
+    from kvmap.evaluate.evaluation import evaluate, fingerprint
+    from kvmap.mapping import CacheMap
+    from kvmap.pair import Loading
+    from kvmap.pipeline import cache_folder
+
+    source, target, device, dtype = places
+    cmap = CacheMap.load(path)
+    loading = inputs.given(Loading, device=device, dtype=dtype)
+    models = [
+        loading.open(name) for name in (source or cmap.source.name, target or cmap.target.name)
+    ]
+    journal = cache_folder() / "evaluations" / f"{fingerprint(cmap, asked)[:24]}.jsonl"
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    with out.progress() as progress:
+        return evaluate(cmap, *models, asked, journal, progress)
+
+
+def _page(path: Path, found: Any) -> None:
+    from kvmap import atomic
+    from kvmap.evaluate.page import page
+
+    atomic.write(path, [page(found).encode()])

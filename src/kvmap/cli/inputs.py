@@ -1,0 +1,88 @@
+"""From what was typed to what the library takes; what was not typed keeps the library's default."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvmap.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvmap.fit import Recipe
+
+T = TypeVar("T")
+
+
+def given(kind: type[T], **asked: Any) -> T:
+    """Make a library's options of those that were asked for; None was not."""
+    return kind(**_asked(asked))
+
+
+def edited_recipe(name: str | None, changes: dict[str, Any], options: dict[str, Any]) -> Recipe:
+    """Return a preset with what was asked for otherwise.
+
+    Args:
+        changes: The recipe's own fields, such as k.
+        options: Fields of the map's options, such as heads.
+    """
+    from kvmap.fit import DEFAULT_RECIPE, recipe
+
+    preset = recipe(name or DEFAULT_RECIPE)
+    asked = replace(preset.options, **_asked(options))
+    return replace(preset, options=asked, **_asked(changes))
+
+
+def count_or_auto(name: str, text: str | None) -> int | str | None:
+    """Read a count, or the word "auto".
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"found {name} {text!r}, expected a number from 1, or auto")
+    return int(text)
+
+
+def ridge_or_auto(text: str | None) -> float | str | None:
+    """Read a relative ridge, or the word "auto".
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if text is None or text == "auto":
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"found --ridge {text!r}, expected a number from 0, or auto")
+    return value
+
+
+def at_least(name: str, value: int | None, least: int) -> int | None:
+    """Check a number.
+
+    Raises:
+        UsageError: It is too small.
+    """
+    if value is not None and value < least:
+        raise UsageError(f"found {name} {value}, expected at least {least}")
+    return value
+
+
+def one_of(name: str, text: str | None, *known: str) -> str | None:
+    """Check a choice that the library takes as a word.
+
+    Raises:
+        UsageError: It is none of the known ones.
+    """
+    if text is not None and text not in known:
+        raise UsageError(f"found {name} {text!r}, expected {' or '.join(known)}")
+    return text
+
+
+def _asked(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,159 @@
+"""`kvmap report`: reports side by side; and how one report is laid out as text."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvmap.cli import options
+from kvmap.cli.output import Output, figure, table
+
+EXAMPLES = (
+    "kvmap report paper.report cachebridge.report kvmap.report",
+    "kvmap report s-l.report m-l.report --json",
+)
+RATIOS = {
+    "retention": "retention",
+    "floor_normalised_retention": "floor-normalised",
+    "gap_recovered": "gap recovered",
+    "gap_recovered_nll": "gap recovered (nats)",
+}
+
+
+def run(
+    reports: Annotated[
+        list[Path], typer.Argument(metavar="REPORT...", help="Reports that `kvmap eval` wrote.")
+    ],
+    as_json: options.Json = False,
+) -> None:
+    """Set reports side by side."""
+    from kvmap.evaluate.report import Report
+
+    loaded = [(str(path), Report.load(path).figures) for path in reports]
+    document = {"reports": [{"report": name, **figures} for name, figures in loaded]}
+    Output(as_json).document(document, lambda: compare(loaded))
+
+
+def compare(reports: list[tuple[str, dict[str, Any]]]) -> str:
+    """Lay reports out as columns, their figures as rows."""
+    arms = dict.fromkeys(arm for _, figures in reports for arm in figures["arms"])
+    rows: list[list[Any]] = [
+        ["pair", *(f"{f['about']['source']} → {f['about']['target']}" for _, f in reports)],
+        ["tasks", *(",".join(f["tasks"]) for _, f in reports)],
+        ["n", *(f"{f['n']} on {f['documents']}" for _, f in reports)],
+        ["verdict", *(f["verdict"] for _, f in reports)],
+    ]
+    for name, label in (*RATIOS.items(), ("margin", "margin")):
+        rows.append([label, *(spread(f[name], f["intervals"][name]) for _, f in reports)])
+    rows += [[f"cosine {part}", *(figure(f["cosine"][part]) for _, f in reports)] for part in ENDS]
+    for measure in ("accuracy", "nll", "kl"):
+        for arm in arms:
+            rows.append([f"{arm} {measure}", *(_of(f, arm, measure) for _, f in reports)])
+    return table(["", *(name for name, _ in reports)], [row for row in rows if any(_said(row))])
+
+
+ENDS = ("mean", "worst")
+
+
+def _of(figures: dict[str, Any], arm: str, measure: str) -> str:
+    return figure(figures["arms"].get(arm, {}).get(measure))
+
+
+def _said(row: list[Any]) -> list[bool]:
+    return [cell != "-" for cell in row[1:]]
+
+
+def spread(value: float | None, ends: list[float] | None, digits: int = 3) -> str:
+    """Write a figure with its interval."""
+    if value is None or ends is None:
+        return figure(value, digits)
+    return f"{figure(value, digits)} [{figure(ends[0], digits)}, {figure(ends[1], digits)}]"
+
+
+def render(figures: dict[str, Any]) -> str:
+    """Lay a report out as text: arms, ratios, verdict, then each task by its groups."""
+    about = figures["about"]
+    head = (
+        f"{about['source']} → {about['target']}: {figures['n']} questions on "
+        f"{figures['documents']} documents; intervals 95 %, over documents"
+    )
+    parts = [head, arms_table(figures), ratios(figures), cosine(figures["cosine"])]
+    parts += [
+        f"verdict: {figures['verdict']}",
+        *(f"{name} by {label}\n{groups(table_)}" for name, label, table_ in _grouped(figures)),
+        *(drift(name, task) for name, task in figures["tasks"].items() if task.get("drift")),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def arms_table(figures: dict[str, Any]) -> str:
+    """Lay out the arms, a row each."""
+    rows = []
+    for arm, found in figures["arms"].items():
+        right = spread(found["accuracy"], found["intervals"]["accuracy"])
+        rest = [figure(found.get(name)) for name in ("nll", "kl", "kl_p95", "top1")]
+        rows.append([arm, right, *rest])
+    return table(("arm", "accuracy", "nll", "kl", "kl p95", "top1"), rows)
+
+
+def ratios(figures: dict[str, Any]) -> str:
+    """Lay out retention, gap and margin with intervals, tests beside them."""
+    lines = []
+    for name, label in RATIOS.items():
+        why = figures["undefined"].get(name)
+        value = spread(figures[name], figures["intervals"][name])
+        lines.append((label, f"undefined: {why}" if figures[name] is None and why else value))
+    label = f"margin over {figures['margin_control']}"
+    lines.append((label, spread(figures["margin"], figures["intervals"]["margin"])))
+    for name, found in figures["tests"].items():
+        label = f"mapped - {name.removeprefix('mapped_')}"
+        tests = [("p", found["p_bootstrap"]), ("McNemar p", found.get("p_mcnemar"))]
+        said = ", ".join(f"{test} {value:.2g}" for test, value in tests if value is not None)
+        lines.append((label, f"{spread(found['difference'], found['interval'])}  {said}"))
+    width = max(len(label) for label, _ in lines)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in lines)
+
+
+def cosine(found: dict[str, Any]) -> str:
+    """Say how far attention outputs are off, and where most."""
+    if found["mean"] is None:
+        return ""
+    head = found["worst_head"]
+    return (
+        f"attention-output cosine {spread(found['mean'], found['interval'])} on "
+        f"{found['documents']} documents; worst layer {found['worst_layer']} "
+        f"({figure(found['worst'])}), worst head {head['head']} of layer {head['layer']} "
+        f"({figure(head['cosine'])})"
+    )
+
+
+def _grouped(figures: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (name, label, found)
+        for name, task in figures["tasks"].items()
+        for label, found in task["by"].items()
+    ]
+
+
+def groups(found: dict[str, Any]) -> str:
+    """Lay out one grouping of a task's questions."""
+    arms = list(next(iter(found.values()))["arms"])
+    rows = [
+        [
+            value,
+            group["n"],
+            *(figure(next(iter(group["arms"][arm].values()))) for arm in arms),
+            spread(group["gap_recovered"], group["intervals"]["gap_recovered"], 2),
+        ]
+        for value, group in found.items()
+    ]
+    return table(("", "n", *arms, "gap recovered"), rows)
+
+
+def drift(name: str, task: dict[str, Any]) -> str:
+    """Say how native and mapped grow apart over a conversation's turns."""
+    found = task["drift"]
+    return (
+        f"{name} drift, native - mapped: {spread(found['mean'], found['intervals']['mean'])}, "
+        f"by turn {spread(found['slope'], found['intervals']['slope'], 4)}"
+    )

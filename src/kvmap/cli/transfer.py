@@ -1,0 +1,160 @@
+"""`kvmap transfer`: hand one context from the source to the target."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvmap.cli import inputs, options
+from kvmap.cli.output import Output, amount
+from kvmap.errors import UsageError
+
+EXAMPLES = (
+    "kvmap transfer m-l.map --prompt-file notes.txt --generate 32 --compare",
+    "kvmap transfer m-l.map --messages chat.json -o chat.cache",
+)
+
+Prompt = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The context.")]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option("--prompt-file", metavar="FILE", help="The same from a file; - reads."),
+]
+Messages = Annotated[
+    Path | None,
+    typer.Option("--messages", metavar="JSON", help="A conversation: a list of role and content."),
+]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", metavar="CACHE", help="The source's own saved cache.")
+]
+Generate = Annotated[
+    int | None, typer.Option("--generate", metavar="N", help="Let the target go on for N tokens.")
+]
+
+
+def run(
+    cmap: options.Map,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    messages: Messages = None,
+    cache: Cache = None,
+    output: options.output("the target's cache", "CACHE", "nowhere") = None,
+    generate: Generate = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Print what both say from their own prefill too.")
+    ] = False,
+    source_model: options.SourceModel = None,
+    target_model: options.TargetModel = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Map what the source has read into the target's cache, and let the target go on."""
+    from kvmap.artifacts import refuse_overwrite
+    from kvmap.mapping import CacheMap
+    from kvmap.pair import Loading
+
+    out = Output(as_json, quiet)
+    inputs.at_least("--generate", generate, 1)
+    _check_asked((prompt, prompt_file, messages, cache), output, generate, compare)
+    if output is not None:
+        refuse_overwrite(output, force)
+    loaded = CacheMap.load(cmap)
+    loading = inputs.given(Loading, device=device, dtype=dtype)
+    source = None
+    if cache is None or compare:
+        source = loading.open(source_model or loaded.source.name)
+    target = loading.open(target_model or loaded.target.name)
+    token_ids, source_cache = _context(target, loaded, prompt, prompt_file, messages, cache)
+    made = _hand_over(loaded, source, target, token_ids, source_cache, generate, compare)
+    made["cache"] = None if output is None else _save(output, made.pop("kv"), target)
+    made.pop("kv", None)
+    out.note(_summary(made))
+    out.document({"map": str(cmap), **made}, lambda: _text(made))
+
+
+def _check_asked(contexts, output, generate, compare) -> None:
+    if sum(context is not None for context in contexts) != 1:
+        raise UsageError(
+            "expected one context, found "
+            f"{sum(context is not None for context in contexts)}; give one of --prompt, "
+            "--prompt-file, --messages or --cache"
+        )
+    if output is None and generate is None:
+        raise UsageError("nothing to do; pass -o CACHE to keep the cache or --generate N")
+    if compare and generate is None:
+        raise UsageError("--compare compares texts; pass --generate N with it")
+
+
+def _context(target, cmap, prompt, prompt_file, messages, cache):
+    """Return the context's token ids [1, T] and, if it was saved, the source's cache."""
+    from kvmap.cache import load_cache
+    from kvmap.transfer import message_ids, prompt_ids, require_batch_of_one
+
+    if cache is not None:
+        saved, signature = load_cache(cache)
+        if signature.digest != cmap.source.digest:
+            raise UsageError(
+                f"{cache}: is a cache of {signature.name}, expected one of the map's source "
+                f"{cmap.source.name}; fit a map for this pair"
+            )
+        return require_batch_of_one(saved), saved
+    if messages is not None:
+        return message_ids(target.tokenizer, messages), None
+    if prompt_file is not None:
+        prompt = _read(prompt_file)
+    return prompt_ids(target.tokenizer, prompt), None
+
+
+def _read(path: Path) -> str:
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as text; give another --prompt-file") from error
+
+
+def _hand_over(cmap, source, target, token_ids, source_cache, generate, compare) -> dict[str, Any]:
+    from kvmap.transfer import compare as compare_texts
+    from kvmap.transfer import continuation, transfer
+
+    done = transfer(cmap, source, target, token_ids, source_cache)
+    made = {
+        "outcome": done.handoff.outcome,
+        "tokens": token_ids.shape[1],
+        "seconds": done.handoff.seconds,
+        "kv": done.handoff.cache,
+        "bytes": done.handoff.cache.bytes,
+    }
+    if compare:
+        made["text"] = compare_texts(done, source, target, generate)
+    elif generate is not None:
+        text = continuation(target, done.handoff.cache, token_ids, generate)
+        made["text"] = {"mapped": text}
+    return made
+
+
+def _save(path: Path, cache, target) -> str:
+    from kvmap.cache import save
+
+    return str(save(cache, path, target.signature))
+
+
+def _summary(made: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in made["seconds"].items())
+    return f"{made['outcome']}: {made['tokens']} tokens, {amount(made['bytes'])}; {parts}"
+
+
+def _text(made: dict[str, Any]) -> str:
+    """Return the text alone, several texts with their names, or the cache's path."""
+    texts = made.get("text")
+    if texts is None:
+        return made["cache"]
+    if len(texts) == 1:
+        return texts["mapped"]
+    names = ("mapped", "native", "source")
+    lines = [f"{name:<8}{texts[name]}" for name in names]
+    return "\n".join([*lines, f"agreement of mapped and native: {texts['top1_agreement']:.0%}"])
