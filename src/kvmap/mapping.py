@@ -49,6 +49,16 @@ class MapOptions:
     native_tail: int = 1
     assignment: tuple[int, ...] = ()
 
+    @property
+    def exact_layers(self) -> int:
+        """Number of the target's lowest layers that are computed, not mapped."""
+        return int(self.exact_first)
+
+    @property
+    def shared(self) -> bool:
+        """Whether keys and values are predicted from the same inputs."""
+        return self.joint
+
 
 @dataclass(frozen=True)
 class Affine:

@@ -29,10 +29,14 @@ from kvmap.layers import (
     save_layers,
     score_layers,
 )
-from kvmap.mapping import CacheMap
+from kvmap.mapping import CacheMap, MapOptions, weight_shape
 
 Progress = Callable[[str, int, int], None]
 AUTO_K = (1, 2, 3, 4, 6, 8, 12, 16, 20, 26, 32)
+# Held-out R² that a larger k must add.
+AUTO_TOLERANCE = 1e-3
+# Ridges of which each head takes its best while k is chosen; the fit itself has a finer grid.
+PROBE_RIDGES = (1e-2, 1e-3, 1e-5)
 # Fewer rows than this per input and the in-sample fit says nothing.
 LOW_ROWS_PER_INPUT = 4.0
 
@@ -95,38 +99,57 @@ def select_layers(data: Splits, recipe: Recipe, method: str = "top") -> Choice:
         method: "top" by single-layer score, or "greedy".
     """
     scores = score_layers(data.train, data.held_out, data.source, data.target)
-    limit = data.source.layers
-    counts = (
-        [k for k in AUTO_K if k < limit] + [limit]
-        if recipe.k == "auto"
-        else [min(int(recipe.k), limit)]
-    )
+    if recipe.k != "auto":
+        k = min(int(recipe.k), data.source.layers)
+        if method == "top":
+            return Choice(scores, choose_top(scores, k), k, {})
+        return _greedy(data, recipe, scores, k)
+    counts = auto_counts(data, recipe.options)
     if method == "greedy":
         return _greedy(data, recipe, scores, max(counts))
-    tried = {}
+    tried: dict[int, float] = {}
     for k in counts:
-        layers = choose_top(scores, k)
-        tried[k] = held_out_score(data, layers, recipe) if len(counts) > 1 else float("nan")
-    best = max(tried, key=tried.get) if len(counts) > 1 else counts[0]
+        tried[k] = held_out_score(data, choose_top(scores, k), recipe)
+        if len(tried) > 2 and max(list(tried.values())[-2:]) < max(tried.values()):
+            break
+    # A larger k costs as much more at every use, so it must earn something.
+    best = min(k for k, score in tried.items() if score >= max(tried.values()) - AUTO_TOLERANCE)
     return Choice(scores, choose_top(scores, best), best, tried)
+
+
+def auto_counts(data: Splits, options: MapOptions) -> list[int]:
+    """Return the k worth trying: those that leave rows enough for each input, or 1."""
+    limit = data.source.layers
+    counts = [k for k in AUTO_K if k < limit] + [limit]
+    inputs = {k: weight_shape(options, k, data.source, data.target)[1] for k in counts}
+    enough = [k for k in counts if data.train.count >= LOW_ROWS_PER_INPUT * inputs[k]]
+    return enough or counts[:1]
 
 
 def _greedy(data: Splits, recipe: Recipe, scores: LayerScores, k: int) -> Choice:
     def score(layer: int, chosen: tuple[int, ...]) -> float:
-        return fit.layer_score(data, layer, chosen, recipe.options, _probe_ridge(recipe))
+        return fit.layer_score(data, layer, chosen, recipe.options, _probe_ridges(recipe))
 
     layers = choose_greedy(data.source.layers, data.target.layers, k, score)
     return Choice(scores, layers, max(map(len, layers)), {})
 
 
-def _probe_ridge(recipe: Recipe) -> float:
-    return 1e-3 if recipe.ridge == "auto" else float(recipe.ridge)
+def _probe_ridges(recipe: Recipe) -> tuple[float, ...]:
+    return PROBE_RIDGES if recipe.ridge == "auto" else (float(recipe.ridge),)
 
 
 def held_out_score(data: Splits, layers: tuple[tuple[int, ...], ...], recipe: Recipe) -> float:
-    """Return the held-out R² of these layers, mean over K and V, layers and heads."""
-    _, scores = fit.fit_closed_form(data, layers, recipe.options, _probe_ridge(recipe))
-    return (scores.mean("held_out", "key") + scores.mean("held_out", "value")) / 2
+    """Return the held-out R² of these layers, mean over K and V, layers and heads.
+
+    Where the ridge is free, each head takes the better of a coarse grid.
+    """
+    ridges = _probe_ridges(recipe)
+    found = [
+        fit.layer_score(data, index, chosen, recipe.options, ridges)
+        for index, chosen in enumerate(layers)
+        if index >= recipe.options.exact_layers
+    ]
+    return sum(found) / len(found)
 
 
 def cached_layers(
@@ -137,7 +160,7 @@ def cached_layers(
     wanted = {
         "k": recipe.k,
         "method": method,
-        "ridge": _probe_ridge(recipe),
+        "ridges": _probe_ridges(recipe),
         "options": asdict(recipe.options),
     }
     key = json_digest([calibration.digest, wanted])
@@ -220,7 +243,7 @@ def _check_layers(calibration: Calibration, layers: tuple[tuple[int, ...], ...])
 def provenance(calibration: Calibration, scores: FitScores, recipe: Recipe) -> dict[str, Any]:
     """Return what a map's header says about its making."""
     ridges = {
-        kind: [None if r != r else r for r in table.tolist()]
+        kind: [[None if r != r else r for r in row] for row in table.tolist()]
         for kind, table in scores.ridge.items()
     }
     return {

@@ -1,13 +1,14 @@
 """Fit a map in closed form from a calibration's moments.
 
-Per target layer, and per head where heads are matched, one ridge regression for keys and
-one for values (one for both where they share inputs). The relative λ is given, or taken per
-layer and kind from a grid by the error on held-out sequences.
+Per target layer, and per head where heads are matched, one ridge regression for keys and one
+for values; one for both where they share inputs and rows count alike. The relative λ is given,
+or taken for every layer, kind and head from a grid by the error on held-out sequences: each
+system is factored once per λ, whatever the number of heads that read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,17 +25,21 @@ RIDGE_GRID = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
 @dataclass(frozen=True)
 class Splits:
-    """Moments to fit on and to choose on, and the two geometries."""
+    """Moments to fit on and to choose on, and the two geometries.
+
+    `weighted` says that rows count differently for each output, so that none share a solve.
+    """
 
     train: Moments
     held_out: Moments
     source: Geometry
     target: Geometry
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
 class FitScores:
-    """R² by kind, [L_t, H_t], and the ridge used, [L_t]; NaN where a layer is exact."""
+    """R² and the ridge used by kind, [L_t, H_t] each; NaN where a layer is exact."""
 
     train: dict[str, Tensor]
     held_out: dict[str, Tensor]
@@ -60,76 +65,112 @@ def fit_closed_form(
         ridge: Relative λ, or "auto".
     """
     scores = _empty_scores(splits.target)
+    ridges = RIDGE_GRID if ridge == "auto" else (float(ridge),)
     fitted: list[LayerMap | None] = []
     inputs = 0
     for index, chosen in enumerate(layers):
-        if index == 0 and options.exact_first:
+        if index < options.exact_layers:
             fitted.append(None)
             continue
-        parts = {
-            kind: _fit_kind(splits, index, chosen, kind, options, ridge, scores) for kind in KINDS
-        }
-        inputs = max(inputs, parts["key"].weight.shape[1])
-        fitted.append(LayerMap(tuple(chosen), **parts))
+        fitted.append(_fit_layer(splits, index, tuple(chosen), options, ridges, scores))
+        inputs = max(inputs, fitted[-1].key.weight.shape[1])
         progress()
-    ratio = splits.train.count / max(inputs, 1)
-    return tuple(fitted), FitScores(*scores, rows_per_input=ratio)
+    return tuple(fitted), FitScores(**scores, rows_per_input=splits.train.count / max(inputs, 1))
 
 
 def layer_score(
-    splits: Splits, index: int, chosen: tuple[int, ...], options: MapOptions, ridge: float
+    splits: Splits,
+    index: int,
+    chosen: tuple[int, ...],
+    options: MapOptions,
+    ridges: Sequence[float],
 ) -> float:
     """Return one target layer's held-out R², mean over K, V and heads, from some source layers."""
     scores = _empty_scores(splits.target)
-    for kind in KINDS:
-        _fit_kind(splits, index, chosen, kind, options, ridge, scores)
-    return float(sum(scores[1][kind][index].mean() for kind in KINDS)) / len(KINDS)
+    _fit_layer(splits, index, chosen, options, ridges, scores)
+    return float(sum(scores["held_out"][kind][index].mean() for kind in KINDS)) / len(KINDS)
 
 
-def _empty_scores(target: Geometry) -> tuple[dict, dict, dict]:
+Tables = dict[str, dict[str, Tensor]]
+
+
+def _empty_scores(target: Geometry) -> Tables:
     table = lambda: torch.full((target.layers, target.kv_heads), float("nan"), dtype=torch.float64)  # noqa: E731
-    ridges = lambda: torch.full((target.layers,), float("nan"), dtype=torch.float64)  # noqa: E731
-    return ({k: table() for k in KINDS}, {k: table() for k in KINDS}, {k: ridges() for k in KINDS})
+    return {name: {kind: table() for kind in KINDS} for name in ("train", "held_out", "ridge")}
 
 
-def _fit_kind(splits, index, chosen, kind, options, ridge, scores) -> Affine:
-    train, held_out, ridges = scores
-    problems = [
-        tuple(moments.covariance(inputs, outputs) for moments in (splits.train, splits.held_out))
-        for inputs, outputs in _regressions(splits, index, chosen, kind, options)
-    ]
-    value = choose_ridge(problems) if ridge == "auto" else float(ridge)
-    solutions = [solve(fitted, value) for fitted, _ in problems]
-    for table, split in ((train, 0), (held_out, 1)):
-        found = [
-            r2(pair[split], *solution, splits.target.head_size)
-            for pair, solution in zip(problems, solutions, strict=True)
-        ]
-        table[kind][index] = torch.cat(found).cpu()
-    ridges[kind][index] = value
-    weight = torch.stack([solution[0] for solution in solutions])
-    bias = torch.stack([solution[1] for solution in solutions])
-    return Affine(weight.float(), bias.float())
+def _fit_layer(
+    splits: Splits,
+    index: int,
+    chosen: tuple[int, ...],
+    options: MapOptions,
+    ridges: Sequence[float],
+    scores: Tables,
+) -> LayerMap:
+    """Solve one layer's regressions and note their scores."""
+    weights: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    biases: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    size = splits.target.head_size
+    for inputs, outputs in regressions(splits, index, chosen, options):
+        pair = [moments.covariance(inputs, outputs) for moments in (splits.train, splits.held_out)]
+        weight, bias, used = solve_best(*pair, ridges, size)
+        found = {"ridge": used}
+        for split, covariance in zip(("train", "held_out"), pair, strict=True):
+            found[split] = r2(covariance, weight, bias, size)
+        for at, block in enumerate(outputs):
+            for name, values in found.items():
+                scores[name][block.kind][index, block.head] = values[at].cpu()
+        for kind in {block.kind: None for block in outputs}:
+            own = torch.tensor([b.kind == kind for b in outputs]).repeat_interleave(size)
+            weights[kind].append(weight[:, own.to(weight.device)])
+            biases[kind].append(bias[own.to(weight.device)])
+    parts = {
+        k: Affine(torch.stack(weights[k]).float(), torch.stack(biases[k]).float()) for k in KINDS
+    }
+    return LayerMap(chosen, **parts)
 
 
-def _regressions(splits, index, chosen, kind, options) -> list[tuple[list[Block], list[Block]]]:
-    """Return inputs and outputs of each regression of a layer: one, or one per target head."""
+def regressions(
+    splits: Splits, index: int, chosen: tuple[int, ...], options: MapOptions
+) -> list[tuple[list[Block], list[Block]]]:
+    """Return inputs and outputs of each regression of a layer.
+
+    All heads make one regression, or one per kind; matched heads one per head and kind, or per
+    head where both kinds read the same inputs.
+    """
     heads = (splits.source.kv_heads, splits.target.kv_heads)
-    if options.heads == "all":
-        outputs = [Block("target", kind, index, head) for head in range(heads[1])]
-        return [(input_blocks(options, chosen, kind, None, heads), outputs)]
+    together = [KINDS] if options.shared and not splits.weighted else [(kind,) for kind in KINDS]
+    per_head = [None] if options.heads == "all" else list(range(heads[1]))
     return [
-        (input_blocks(options, chosen, kind, head, heads), [Block("target", kind, index, head)])
-        for head in range(heads[1])
+        (
+            input_blocks(options, chosen, kinds[0], head, heads),
+            [
+                Block("target", kind, index, own)
+                for kind in kinds
+                for own in (range(heads[1]) if head is None else (head,))
+            ],
+        )
+        for kinds in together
+        for head in per_head
     ]
 
 
-def choose_ridge(problems: list[tuple[Covariance, Covariance]]) -> float:
-    """Return the ridge of the grid with the least error on held-out moments."""
-    errors = {}
-    for value in RIDGE_GRID:
-        errors[value] = sum(
-            float(squared_error(held_out, *solve(train, value)).sum())
-            for train, held_out in problems
-        )
-    return min(errors, key=errors.get)
+def solve_best(
+    train: Covariance, held_out: Covariance, ridges: Sequence[float], head_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight [p, q], bias [q] and, per head [q / head_size], the ridge of least error.
+
+    The error is that of the held-out moments; the weight's columns may come of several ridges.
+    """
+    best = torch.full((train.cross.shape[1] // head_size,), torch.inf, dtype=torch.float64)
+    best = used = best.to(train.cross.device)
+    weight, bias = torch.zeros_like(train.cross), torch.zeros_like(train.output_mean)
+    for ridge in ridges:
+        found = solve(train, ridge)
+        errors = squared_error(held_out, *found).unflatten(0, (-1, head_size)).sum(-1)
+        better = errors < best
+        best, used = torch.where(better, errors, best), torch.where(better, ridge, used)
+        columns = better.repeat_interleave(head_size)
+        weight = torch.where(columns, found[0], weight)
+        bias = torch.where(columns, found[1], bias)
+    return weight, bias, used
