@@ -11,7 +11,6 @@ from kvmap.mapping import LayerMap
 from kvmap.models import prefill
 from kvmap.models.attention import last_queries
 
-
 CONTEXTS = measured.contexts(3, 80)
 
 

@@ -134,4 +134,11 @@ def test_floor_normalised_retention_takes_chance_off():
 )
 def test_verdict(over_source, margin, units, expected):
     assert expected in st.VERDICTS
-    assert st.verdict(st.Interval(*over_source), st.Interval(*margin), units) == expected
+    telling = st.Interval(0.6, 0.5, 0.7)
+    found = st.verdict(st.Interval(*over_source), st.Interval(*margin), telling, units)
+    assert found == expected
+
+
+def test_items_that_native_cannot_answer_decide_nothing():
+    good = st.Interval(0.2, 0.1, 0.3)
+    assert st.verdict(good, good, st.Interval(0.01, -0.05, 0.07), 50) == "not enough items"

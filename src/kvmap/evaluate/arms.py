@@ -16,7 +16,7 @@ no_context      the target sees the question alone
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -151,6 +151,20 @@ ARMS: dict[str, Arm] = {
     "no_context": Arm("target", _no_context),
 }
 CONTROLS = ("raw_copy", "random_map", "wrong_document", "zero", "no_context")
+
+
+def caches(
+    pair: Pair, context: Ids, wrong: Ids, names: Sequence[str] = tuple(ARMS)
+) -> Iterator[tuple[str, LoadedModel, KVCache | None]]:
+    """Yield each arm that can exist: its name, who answers, and the cache to answer from.
+
+    With an empty context there is nothing to map: all arms of a reader are alike.
+    """
+    reading = read(pair, context, wrong) if context else None
+    for name in names:
+        if applies(name, pair.cmap):
+            reader = pair.source if ARMS[name].reader == "source" else pair.target
+            yield name, reader, ARMS[name].make(pair, reading) if reading else None
 
 
 def applies(name: str, cmap: CacheMap) -> bool:

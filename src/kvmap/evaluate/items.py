@@ -30,6 +30,7 @@ class Probe:
         choices: What is chosen among by likelihood; empty where nothing is.
         gold: Which choice is right.
         references: Right answers as text, where the answer is generated freely.
+        closing: What follows the answer before the next question, in a conversation.
         labels: What reports group by, e.g. {"kind": "recall"}.
     """
 
@@ -38,6 +39,7 @@ class Probe:
     choices: tuple[Ids, ...] = ()
     gold: int = 0
     references: tuple[str, ...] = ()
+    closing: Ids = ()
     labels: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,18 +57,25 @@ class Item:
     @property
     def longest(self) -> int:
         """Tokens of the context with its longest prompt and continuation."""
-        tails = (len(p.prompt) + max(map(len, (p.answer, *p.choices))) for p in self.probes)
+        tails = [len(p.prompt) + max(map(len, (p.answer, *p.choices))) for p in self.probes]
         return len(self.context) + max(tails, default=0)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Items under a name; `chance` is the accuracy of guessing, None where none can be right."""
+    """Items under a name.
+
+    Attributes:
+        chance: Accuracy of guessing; None where nothing can be right.
+        history: None where an item's questions stand apart. In a conversation, what earlier
+            turns are taken to have answered: "own", what was said, or "gold".
+    """
 
     name: str
     items: tuple[Item, ...]
     chance: float | None = None
     max_new_tokens: int = 16
+    history: str | None = None
 
     @property
     def probes(self) -> int:
@@ -103,15 +112,15 @@ def check(task: Task, max_positions: int, model: str) -> None:
         )
 
 
-def wrong_context(task: Task, index: int) -> Ids:
+def wrong_context(items: Sequence[Item], index: int) -> Ids:
     """Return another document of exactly the length of item `index`'s context.
 
-    The following documents are joined as far as needed. A task of one document has no
+    The following documents are joined as far as needed. One document alone has no
     other: it is turned by half, which at least moves every fact.
     """
-    context = task.items[index].context
-    others = [item.context for item in (*task.items[index + 1 :], *task.items[:index])]
-    others = [other for other in others if other != context]
+    context = items[index].context
+    others = [item.context for item in (*items[index + 1 :], *items[:index])]
+    others = [other for other in others if other and other != context]
     if not others:
         half = len(context) // 2
         return context[half:] + context[:half]
@@ -120,7 +129,10 @@ def wrong_context(task: Task, index: int) -> Ids:
 
 def encode(tokenizer: Any, text: str, special: bool = False) -> Ids:
     """Return a text's token ids; `special` adds what the tokenizer opens a text with."""
-    return tuple(tokenizer(text, add_special_tokens=special)["input_ids"])
+    # A chat template has often written the first special token already.
+    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids = tokenizer(text, add_special_tokens=special and not begun, verbose=False)["input_ids"]
+    return tuple(ids)
 
 
 def tensor(ids: Sequence[int]) -> Tensor:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvmap.evaluate.arms import ARMS, Pair, applies, read
+from kvmap.evaluate.arms import ARMS, Pair, caches
 from kvmap.evaluate.items import Item, Task, check, wrong_context
 from kvmap.evaluate.scores import Record, Scores, join, record
-from kvmap.evaluate.scoring import ask
+from kvmap.evaluate.scoring import ask, converse
 
 Progress = Callable[[str, int, int], None]
 
@@ -107,13 +107,10 @@ def run_task(
 
 
 def _score(pair: Pair, task: Task, unit: int, item: Item, arms: Sequence[str]) -> Record:
-    reading = read(pair, item.context, wrong_context(task, unit))
     answers = {}
-    for name in arms:
-        arm = ARMS[name]
-        if not applies(name, pair.cmap):
-            answers[name] = None
-            continue
-        reader = pair.source if arm.reader == "source" else pair.target
-        answers[name] = ask(reader, arm.make(pair, reading), item.probes, task.max_new_tokens)
+    for name, reader, cache in caches(pair, item.context, wrong_context(task.items, unit), arms):
+        if task.history is None:
+            answers[name] = ask(reader, cache, item.probes, task.max_new_tokens)
+        else:
+            answers[name] = converse(reader, cache, item, task)
     return record(unit, item.probes, answers, arms)

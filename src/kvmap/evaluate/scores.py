@@ -45,11 +45,11 @@ class Record:
 
 
 def record(
-    unit: int, probes: Sequence[Probe], answers: dict[str, list[Answer] | None], arms: Sequence[str]
+    unit: int, probes: Sequence[Probe], answers: dict[str, list[Answer]], arms: Sequence[str]
 ) -> Record:
-    """Score an item's answers by arm; divergence and agreement are against the arm "native"."""
+    """Score an item's answers by arm, where there are any; divergence is from "native"."""
     native = answers["native"]
-    columns = {arm: _columns(probes, answers[arm], native) for arm in arms}
+    columns = {arm: _columns(probes, answers.get(arm), native) for arm in arms}
     stack = lambda name: torch.stack([columns[arm][name] for arm in arms], 1).tolist()  # noqa: E731
     return Record(
         unit=unit,

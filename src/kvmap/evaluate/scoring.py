@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvmap import metrics
 from kvmap.cache import KVCache
-from kvmap.evaluate.items import Ids, Probe
-from kvmap.models import LoadedModel, continue_logits, generate
+from kvmap.evaluate.items import Ids, Item, Probe, Task, encode
+from kvmap.models import LoadedModel, continue_logits, generate, prefill
 
 # Largest batch of logits and of expanded caches, in bytes.
 BATCH_BYTES = 512 * 2**20
@@ -45,6 +45,24 @@ def ask(
     rows = {row: None for probe in probes for row in _rows(probe)}
     predictions = dict(_run(loaded, cache, list(rows)))
     return [_answer(loaded, cache, probe, predictions, max_new_tokens) for probe in probes]
+
+
+def converse(loaded: LoadedModel, cache: KVCache | None, item: Item, task: Task) -> list[Answer]:
+    """Return answers to questions asked one after the other, each over all that was said before.
+
+    With the history "own", what the reader said stands in its cache, right or wrong, so that
+    what a mapped cache costs can add up; likelihoods too are given that history.
+    """
+    answers = []
+    for probe in item.probes:
+        answer = ask(loaded, cache, [probe], task.max_new_tokens)[0]
+        said = probe.answer
+        if task.history == "own":
+            said = encode(loaded.tokenizer, f" {answer.text}")
+        turn = torch.tensor([probe.prompt + said + probe.closing])
+        cache = prefill(loaded, turn, past=cache)[0]
+        answers.append(answer)
+    return answers
 
 
 def _rows(probe: Probe) -> list[Ids]:

@@ -146,15 +146,18 @@ def gap_recovered(mapped: Tensor, source: Tensor, native: Tensor) -> Interval:
     return ratio(mapped - source, native - source)
 
 
-def verdict(over_source: Interval, margin: Interval, units: int) -> str:
+def verdict(over_source: Interval, margin: Interval, telling: Interval, units: int) -> str:
     """Say in one of `VERDICTS` what a map is worth.
 
     Args:
         over_source: Mapped minus source, in the task's score (higher is better).
         margin: Mapped minus the wrong document's arm.
-        units: Documents or conversations behind both.
+        telling: Native minus the wrong document's arm: where native itself gains nothing from
+            the right document, the items cannot tell a good cache from a bad one.
+        units: Documents or conversations behind all three.
     """
-    if units < MINIMUM_UNITS or over_source.lower is None or margin.lower is None:
+    known = None not in (over_source.lower, margin.lower, telling.lower)
+    if units < MINIMUM_UNITS or not known or telling.lower <= 0:
         return "not enough items"
     if margin.lower <= 0:
         return (

@@ -28,7 +28,11 @@ def summarise(scores: Scores, seed: int = 0) -> dict[str, Any]:
     samples = resample(scores, seed)
     figures = _figures(samples, scores.chance, scores.documents, score_of([scores]))
     _add_exact(figures, scores)
-    return figures | {"chance": scores.chance, "by": _groups(scores)}
+    return figures | {
+        "chance": scores.chance,
+        "by": _groups(scores),
+        "drift": drift(scores, seed),
+    }
 
 
 def summarise_all(parts: Sequence[Scores], seed: int = 0) -> dict[str, Any]:
@@ -91,6 +95,7 @@ def _figures(samples: Samples, chance: float | None, documents: int, score: str)
     control, intervals["margin"] = best_control(value)
     over_source = statistics.interval(value["mapped"] - value["source"])
     wrong = statistics.interval(value["mapped"] - value["wrong_document"])
+    telling = statistics.interval(value["native"] - value["wrong_document"])
     intervals["margin_wrong_document"] = wrong
     return {
         "arms": {arm: _arm(samples, arm, documents) for arm in arms},
@@ -103,7 +108,7 @@ def _figures(samples: Samples, chance: float | None, documents: int, score: str)
         },
         "documents": documents,
         "score": score,
-        "verdict": statistics.verdict(over_source, wrong, documents),
+        "verdict": statistics.verdict(over_source, wrong, telling, documents),
         "undefined": _undefined(intervals),
     }
 
@@ -180,12 +185,32 @@ def _add_exact(figures: dict[str, Any], scores: Scores) -> None:
         found["kl_p95"] = metrics.mean_and_p95(kl)[1] if known else None
 
 
+def drift(scores: Scores, seed: int = 0) -> dict[str, Any] | None:
+    """Return native minus mapped over a conversation: its mean, and its slope by turn.
+
+    The slope is of least squares over all turns of all conversations; None where nothing is
+    asked in turns.
+    """
+    if not scores.labels or "turn" not in scores.labels[0] or not _has_accuracy(scores):
+        return None
+    turns = torch.tensor([labels["turn"] for labels in scores.labels], dtype=torch.float64)
+    lost = (scores.column("accuracy", "native") - scores.column("accuracy", "mapped")).double()
+    columns = torch.stack((turns, turns.square(), lost, turns * lost), 1)
+    means = statistics.resampled_means(columns, scores.units, seed=seed)
+    turn, square, loss, product = means.unbind(1)
+    slope = (product - turn * loss) / (square - turn.square())
+    found = {"mean": statistics.interval(loss), "slope": statistics.interval(slope)}
+    return {name: part.point for name, part in found.items()} | {
+        "intervals": {name: _ends(part) for name, part in found.items()}
+    }
+
+
 def _groups(scores: Scores) -> dict[str, dict[str, Any]]:
     """Return accuracy, nats and n by each label that varies, as the grouped tables show them."""
     names = sorted({name for labels in scores.labels for name in labels})
     tables = {}
     for name in names:
-        values = {labels.get(name) for labels in scores.labels}
+        values = {labels[name] for labels in scores.labels if name in labels}
         if len(values) > 1:
             ordered = sorted(values, key=lambda v: (isinstance(v, str), v))
             tables[name] = {str(v): _group(scores, name, v) for v in ordered}

@@ -19,6 +19,8 @@ class TaskOptions:
         seed: Of what is generated.
         data: Folder or file with local rows in hub columns; None reads the hub.
         text: Name or path of the text that `perplexity` reads.
+        turn: Turn, from 1, at which a conversation is handed over.
+        history: What conversations take earlier turns to have answered: "own" or "gold".
     """
 
     tokenizer: Any
@@ -27,3 +29,5 @@ class TaskOptions:
     seed: int = 0
     data: Path | None = None
     text: str = "demo"
+    turn: int = 1
+    history: str = "own"

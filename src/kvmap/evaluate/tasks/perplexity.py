@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from kvmap.demo import world
 from kvmap.evaluate.items import Ids, Item, Probe, Task, encode
 from kvmap.evaluate.tasks.options import TaskOptions
-from kvmap.evaluate.tasks.rows import find, read_rows
+from kvmap.evaluate.tasks.rows import Source, read
 
 CHUNK = 512
 WIKITEXT_CHUNK = 2048
-WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
-WIKITEXT_FILES = ("wikitext-2-raw-v1/test.jsonl", "test.jsonl")
+WIKITEXT = Source("Salesforce/wikitext:wikitext-2-raw-v1", "test", "wikitext-2-raw-v1", ("text",))
 
 
 def perplexity(options: TaskOptions) -> Task:
@@ -37,7 +35,7 @@ def wikitext2(options: TaskOptions) -> Task:
         UsageError: The rows are not there or have other columns.
     """
     length = (options.lengths or (WIKITEXT_CHUNK,))[0]
-    text = "\n\n".join(_wikitext_rows(options.data))
+    text = "\n\n".join(row["text"] for row in read("wikitext2", WIKITEXT, options.data))
     return _task("wikitext2", islice(_cut(options.tokenizer, text, length), options.limit))
 
 
@@ -68,13 +66,3 @@ def _texts(name: str, length: int, seed: int) -> Iterator[str]:
     for document in world.documents("evaluation", 10_000, tokens, seed + 1):
         asked = [f"{question.prompt} {question.answer} ." for question in document.questions]
         yield " ".join((document.text, *asked))
-
-
-def _wikitext_rows(data: Path | None) -> list[str]:
-    if data is None:
-        from datasets import load_dataset
-
-        rows: Iterable[dict] = load_dataset(*WIKITEXT_HUB, split="test")
-    else:
-        rows = read_rows(find(data, WIKITEXT_FILES, "wikitext2"), ("text",))
-    return [row["text"] for row in rows]

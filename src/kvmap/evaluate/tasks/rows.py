@@ -1,45 +1,64 @@
-"""Local rows in the columns of their hub originals, checked before anything is computed."""
+"""Rows of public benchmarks, from the hub or from local files in the same columns."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvmap import rows
 from kvmap.errors import UsageError
 
 
-def find(data: Path, names: tuple[str, ...], task: str) -> Path:
-    """Return the first of some files that a data folder holds, or the file itself.
+@dataclass(frozen=True)
+class Source:
+    """Where a task's rows are.
+
+    Attributes:
+        hub: `owner/name` or `owner/name:config`.
+        split: Split of the hub's data set.
+        folder: Name of the folder that holds them under `--data`.
+        columns: Columns that every row must have.
+    """
+
+    hub: str
+    split: str
+    folder: str
+    columns: tuple[str, ...]
+
+
+def read(task: str, source: Source, data: Path | None) -> Iterator[dict[str, Any]]:
+    """Yield rows that have the columns.
 
     Raises:
-        UsageError: None is there.
+        UsageError: The data is not there, a row cannot be read or lacks a column.
+    """
+    where = source.hub if data is None else str(local(task, source, data))
+    for place, row in rows.rows(where, source.split):
+        missing = [column for column in source.columns if column not in row]
+        if missing:
+            raise UsageError(
+                f"task {task}: {place} lacks the column {missing[0]!r}, expected "
+                f"{', '.join(source.columns)} as in {source.hub}"
+            )
+        yield dict(row)
+
+
+def local(task: str, source: Source, data: Path) -> Path:
+    """Return the file or folder of a task under a data folder, or the file itself.
+
+    Raises:
+        UsageError: It is not there.
     """
     if data.is_file():
         return data
-    for name in (*names, *(f"benchmarks/{name}" for name in names)):
-        if (data / name).is_file():
-            return data / name
-    raise UsageError(f"task {task}: {data} holds none of {', '.join(names)}; pass another --data")
-
-
-def read_rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Read rows of a JSON-lines file and check that they have the columns.
-
-    Raises:
-        UsageError: A line is no JSON object, or lacks a column; says which.
-    """
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UsageError(f"{path}, line {number}: no JSON object") from error
-        missing = [column for column in columns if column not in row]
-        if missing:
-            raise UsageError(
-                f"{path}, line {number}: lacks the column {missing[0]!r}, expected "
-                f"{', '.join(columns)} as in the hub's original"
-            )
-        rows.append(row)
-    return rows
+    for folder in (data / source.folder, data / "benchmarks" / source.folder):
+        if folder.is_dir():
+            return folder
+    if any(data.glob(f"{source.split}*")):
+        return data
+    raise UsageError(
+        f"task {task}: {data} holds no folder {source.folder}; pass the folder that holds it, or "
+        "a file, with `--data`"
+    )

@@ -1,0 +1,174 @@
+"""One call from a map and its two models to a report."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import kvmap
+from kvmap.errors import UsageError
+from kvmap.evaluate import arms, diagnostics, harness
+from kvmap.evaluate.items import Ids, Task, limited
+from kvmap.evaluate.report import Report, build
+from kvmap.evaluate.runner import Journal, Progress, no_progress, run_task
+from kvmap.evaluate.scores import Scores
+from kvmap.evaluate.tasks import TASKS, TaskOptions
+from kvmap.geometry import json_digest, pairing_problems
+from kvmap.handoff import check_pair
+from kvmap.mapping import CacheMap
+from kvmap.models import LoadedModel
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What to evaluate on.
+
+    Attributes:
+        tasks: Names of kvmap's tasks, or of lm-evaluation-harness's.
+        limit: Largest number of questions per task; None takes all.
+        lengths: Context lengths in tokens; empty takes each task's own.
+        data: Local rows in hub columns; None reads the hub.
+        text: What the task `perplexity` reads.
+        turn: Conversations are handed over at this turn, from 1.
+        history: What conversations take earlier turns to have answered: "own" or "gold".
+        diagnosed: Documents that diagnostics look at; 0 leaves them out.
+        few_shot: Worked examples before each question, for the harness's tasks.
+    """
+
+    tasks: tuple[str, ...] = ("demo",)
+    limit: int | None = 100
+    lengths: tuple[int, ...] = ()
+    seed: int = 0
+    data: Path | None = None
+    text: str = "demo"
+    turn: int = 1
+    history: str = "own"
+    diagnosed: int = diagnostics.DOCUMENTS
+    few_shot: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self) | {"data": None if self.data is None else str(self.data)}
+
+
+def evaluate(
+    cmap: CacheMap,
+    source: LoadedModel,
+    target: LoadedModel,
+    options: EvaluateOptions | None = None,
+    journal: Path | None = None,
+    progress: Progress = no_progress,
+) -> Report:
+    """Run all tasks over all arms, with diagnostics, and return the report.
+
+    Args:
+        journal: File that keeps finished items, so that an interrupted evaluation of the same
+            map and options goes on; removed at the end.
+
+    Raises:
+        UsageError: An unknown or empty task, contexts too long, or models of another map.
+    """
+    options = options or EvaluateOptions()
+    check_models(cmap, source, target)
+    for name in options.tasks:
+        check_name(name)
+    shared = {field.name: getattr(options, field.name) for field in fields(TaskOptions)[1:]}
+    asked = TaskOptions(source.tokenizer, **shared)
+    tasks = {name: _task(name, asked) for name in options.tasks if name in TASKS}
+    sample = _sample(tasks, asked)
+    pair = arms.make_pair(cmap, source, target, sample[0], options.seed)
+    kept = Journal.open(journal, fingerprint(cmap, options))
+    parts = [_run(name, tasks.get(name), pair, options, kept, progress) for name in options.tasks]
+    found = None
+    if options.diagnosed:
+        found = diagnostics.diagnose(pair, sample[: options.diagnosed])
+    report = build(parts, found, about(cmap, options), options.seed)
+    kept.remove()
+    return report
+
+
+def _task(name: str, asked: TaskOptions) -> Task:
+    return replace(limited(TASKS[name](asked), asked.limit), name=name)
+
+
+def _run(
+    name: str,
+    task: Task | None,
+    pair: arms.Pair,
+    options: EvaluateOptions,
+    journal: Journal,
+    progress: Progress,
+) -> Scores:
+    if task is not None:
+        return run_task(pair, task, journal, progress)
+    return harness.run(name, pair, options, progress)
+
+
+def _sample(tasks: dict[str, Task], asked: TaskOptions) -> list[Ids]:
+    """Return contexts to diagnose and to match moments on: the tasks' own where there are any."""
+    found = [item.context for task in tasks.values() for item in task.items]
+    return [context for context in found if len(context) > 1] or [
+        item.context for item in TASKS["perplexity"](replace(asked, limit=8, lengths=())).items
+    ]
+
+
+def check_models(cmap: CacheMap, source: LoadedModel, target: LoadedModel) -> None:
+    """Refuse models that are not the map's, or that do not share a tokenizer.
+
+    Raises:
+        UsageError: Saying which.
+    """
+    problems = pairing_problems(source.signature, target.signature)
+    if problems:
+        raise UsageError(f"these models cannot be compared: {problems[0]}")
+    check_pair(cmap, source, target)
+
+
+def check_name(name: str) -> None:
+    """Refuse a task that neither kvmap nor the harness knows.
+
+    Raises:
+        UsageError: With near matches.
+    """
+    if name in TASKS:
+        return
+    others = harness.task_names()
+    if others is not None and name in others:
+        return
+    near = difflib.get_close_matches(name, (*TASKS, *(others or ())), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"kvmap has {', '.join(TASKS)}"
+    more = "" if others is not None else "; lm-eval's tasks need `pip install 'kvmap[eval]'`"
+    raise UsageError(f"no task named {name!r}; {hint}{more}")
+
+
+def fingerprint(cmap: CacheMap, options: EvaluateOptions) -> str:
+    """Return a digest of what decides an evaluation's scores."""
+    return json_digest([kvmap.__version__, map_digest(cmap), options.to_json()])
+
+
+def map_digest(cmap: CacheMap) -> str:
+    """Return a digest of a map in memory: its models, options and weights."""
+    digest = sha256(json_digest([cmap.source.digest, cmap.target.digest]).encode())
+    digest.update(json_digest(asdict(cmap.options)).encode())
+    for layer in cmap.layers:
+        digest.update(repr(layer and layer.source_layers).encode())
+        for part in () if layer is None else (layer.key, layer.value):
+            for weights in (part.weight, part.bias):
+                digest.update(weights.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def about(cmap: CacheMap, options: EvaluateOptions) -> dict[str, Any]:
+    """Return what was evaluated, as plain data."""
+    return {
+        "map_sha256": map_digest(cmap),
+        "source": cmap.source.name,
+        "target": cmap.target.name,
+        "map_options": asdict(cmap.options) | {"assignment": list(cmap.options.assignment)},
+        "provenance": cmap.provenance,
+        "options": options.to_json(),
+        "version": kvmap.__version__,
+    }

@@ -1,0 +1,75 @@
+"""Evidence bound to a map: what an evaluation found, beside the map, valid for it alone.
+
+`MAP.evidence.json` carries the digest of the map's file and of the report, the verdict and
+the main figures; its own digest covers all of them. A map that is fitted again, or edited,
+no longer has it.
+"""
+
+from __future__ import annotations
+
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+from kvmap import artifacts
+from kvmap.errors import UsageError
+from kvmap.evaluate.report import Report
+
+FIGURES = ("verdict", "retention", "gap_recovered", "margin", "n", "documents", "intervals")
+
+
+def evidence_path(map_path: Path) -> Path:
+    """Return where a map's evidence lies."""
+    return map_path.with_name(f"{map_path.name}.evidence.json")
+
+
+def sign(map_path: Path, report: Report, report_path: Path | None = None) -> Path:
+    """Write what a report found beside the map it judges."""
+    data = {
+        "kind": "report",
+        "evidence_for": map_path.name,
+        "map_file_sha256": digest(map_path),
+        "report_file_sha256": None if report_path is None else digest(report_path),
+        **{name: report.figures[name] for name in FIGURES},
+        "tasks": sorted(report.figures["tasks"]),
+        "cosine": report.figures["cosine"],
+    }
+    return artifacts.write_json(evidence_path(map_path), data)
+
+
+def read(map_path: Path) -> dict[str, Any] | None:
+    """Return a map's evidence, None where it has none.
+
+    Raises:
+        UsageError: The evidence is damaged, or was given for another map.
+    """
+    path = evidence_path(map_path)
+    if not path.exists():
+        return None
+    found = artifacts.read_json(path, "report")
+    if found.get("map_file_sha256") != digest(map_path):
+        raise UsageError(
+            f"{path}: is evidence for another map than {map_path} is now; run "
+            f"`kvmap eval --sign {map_path}`"
+        )
+    return found
+
+
+def require(map_path: Path) -> dict[str, Any]:
+    """Return a map's evidence that it recovers something.
+
+    Raises:
+        UsageError: There is none, or it says otherwise.
+    """
+    found = read(map_path)
+    if found is None:
+        raise UsageError(f"{map_path}: no evidence; run `kvmap eval --sign {map_path}`")
+    if found["verdict"] != "recovers":
+        raise UsageError(f"{map_path}: its evidence says {found['verdict']!r}, expected 'recovers'")
+    return found
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()

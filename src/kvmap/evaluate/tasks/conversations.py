@@ -1,0 +1,168 @@
+"""Conversations handed over at a turn and gone on with to their end.
+
+The source reads the story and the turns before the hand-over, answered right; the target
+answers the rest, one question after the other. Reports group by turn: the difference between
+native and mapped at the same turn is the drift.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from kvmap.demo import world
+from kvmap.errors import UsageError
+from kvmap.evaluate.items import Item, Probe, Task, encode
+from kvmap.evaluate.tasks.options import TaskOptions
+from kvmap.evaluate.tasks.rows import Source, read
+
+TURNS = 10
+STORY_TOKENS = 256
+COQA = Source("stanfordnlp/coqa", "validation", "coqa", ("story", "questions", "answers"))
+CHAT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question as it stands in the text, its right answers, and what ends the turn."""
+
+    prompt: str
+    answers: tuple[str, ...]
+    closing: str
+    lead: str = " "  # between prompt and answer
+
+    @property
+    def answered(self) -> str:
+        """The whole turn with its first right answer."""
+        return f"{self.prompt}{self.lead}{self.answers[0]}{self.closing}"
+
+
+def demo_conversations(options: TaskOptions) -> Task:
+    """Return the embedded world's conversations; answers are one word."""
+    length = (options.lengths or (STORY_TOKENS,))[0]
+    rows = world.conversations("evaluation", _count(options), length, TURNS, options.seed)
+    talks = []
+    for row in rows:
+        answered = zip(row["questions"], row["answers"]["input_text"], strict=True)
+        turns = [Turn(f" {prompt}", (answer,), " .") for prompt, answer in answered]
+        talks.append((row["story"], turns))
+    return _task("demo_conversations", talks, options, max_new_tokens=1)
+
+
+def coqa(options: TaskOptions) -> Task:
+    """Return CoQA's conversations, all the human answers as references.
+
+    Raises:
+        UsageError: The rows are not there or have other columns.
+    """
+    rows = islice(read("coqa", COQA, options.data), _count(options))
+    return _task("coqa", [_coqa_talk(row) for row in rows], options, max_new_tokens=24)
+
+
+def chat(options: TaskOptions) -> Task:
+    """Return a file's own conversations: JSON lines with `messages` of role and content.
+
+    Raises:
+        UsageError: There is no such file, or a conversation is not laid out so.
+    """
+    if options.data is None or not Path(options.data).is_file():
+        raise UsageError("task chat reads a file of conversations; pass it with `--messages FILE`")
+    talks = [_chat_talk(row, options.tokenizer) for row in _messages(Path(options.data))]
+    return _task("chat", talks, options, max_new_tokens=CHAT_TOKENS)
+
+
+def _count(options: TaskOptions) -> int:
+    """Return how many conversations the limit on turns leaves room for."""
+    asked = TURNS - options.turn + 1
+    if asked < 1:
+        raise UsageError(f"found --turn {options.turn}, expected 1 to {TURNS}")
+    return 10**9 if options.limit is None else -(-options.limit // asked)
+
+
+def _task(
+    name: str,
+    talks: Sequence[tuple[str, Sequence[Turn]]],
+    options: TaskOptions,
+    max_new_tokens: int,
+) -> Task:
+    items = [_item(story, turns, options) for story, turns in talks if len(turns) >= options.turn]
+    return Task(name, tuple(items), 0.0, max_new_tokens, options.history)
+
+
+def _item(story: str, turns: Sequence[Turn], options: TaskOptions) -> Item:
+    encoded = lambda text: encode(options.tokenizer, text)  # noqa: E731
+    before = "".join(turn.answered for turn in turns[: options.turn - 1])
+    probes = [
+        Probe(
+            prompt=encoded(turn.prompt),
+            answer=encoded(f"{turn.lead}{turn.answers[0]}"),
+            references=turn.answers,
+            closing=encoded(turn.closing),
+            labels={"turn": number},
+        )
+        for number, turn in enumerate(turns[:TURNS], 1)
+        if number >= options.turn
+    ]
+    context = encode(options.tokenizer, story + before, special=True)
+    if not story + before:
+        # Nothing precedes the first question: the source reads it, all but its last token.
+        whole = encode(options.tokenizer, turns[0].prompt, special=True)
+        context, probes[0] = whole[:-1], replace(probes[0], prompt=whole[-1:])
+    return Item(context, tuple(probes))
+
+
+def _coqa_talk(row: dict[str, Any]) -> tuple[str, list[Turn]]:
+    first = row["answers"]["input_text"]
+    others = [extra["input_text"] for extra in _additional(row)]
+    turns = [
+        Turn(f"\nQ: {question}\nA:", tuple(dict.fromkeys(answers)), "")
+        for question, *answers in zip(row["questions"], first, *others, strict=True)
+    ]
+    return f"{row['story']}\n", turns
+
+
+def _additional(row: dict[str, Any]) -> list[dict[str, Any]]:
+    found = row.get("additional_answers") or {}
+    return [found[key] for key in sorted(found) if found[key] and found[key].get("input_text")]
+
+
+def _messages(path: Path) -> Iterator[list[dict[str, str]]]:
+    """Yield conversations from JSON lines, or from one JSON file."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError:
+        try:
+            lines = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"{path}: is neither JSON nor JSON lines") from error
+        lines = lines if isinstance(lines, list) else [lines]
+    if lines and all(isinstance(line, dict) and "role" in line for line in lines):
+        lines = [lines]
+    for number, line in enumerate(lines, 1):
+        found = line.get("messages") if isinstance(line, dict) else line
+        if not isinstance(found, list) or not all(
+            isinstance(message, dict) and {"role", "content"} <= set(message) for message in found
+        ):
+            raise UsageError(f"{path}: conversation {number} is no list of role and content")
+        yield found
+
+
+def _chat_talk(messages: list[dict[str, str]], tokenizer: Any) -> tuple[str, list[Turn]]:
+    """Lay a conversation out by the chat template, cut where the assistant begins and ends."""
+    lay = lambda part, prompt: tokenizer.apply_chat_template(  # noqa: E731
+        part, tokenize=False, add_generation_prompt=prompt
+    )
+    turns, done = [], ""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked, answered = lay(messages[:index], True), lay(messages[: index + 1], False)
+        closing = answered[len(asked) :].removeprefix(message["content"])
+        turns.append(Turn(asked[len(done) :], (message["content"],), closing, lead=""))
+        done = answered
+    return "", turns
