@@ -297,7 +297,7 @@ def test_seconds_are_told_by_part(pair, calibration):
     source, target = pair("twin_llama")
     ids = token_ids(1, 60)
     done = handoff(fitted.cmap, target, prefill(source, ids)[0], ids)
-    assert set(done.seconds) == {"head", "first_layer", "map", "tail"}
+    assert set(done.seconds) == {"head", "first_layer", "map", "build", "tail"}
     assert all(value >= 0 for value in done.seconds.values())
 
 

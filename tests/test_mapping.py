@@ -7,10 +7,10 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from rows import SOURCE, TARGET, blocks, matrix, moments, related
+from entries import SOURCE, TARGET, blocks, matrix, moments, related
 from test_geometry import signature
 
-from kvmap import artifacts, mapping
+from kvmap import artifacts, engine
 from kvmap.cache import KVCache
 from kvmap.columns import Block
 from kvmap.errors import UsageError
@@ -133,7 +133,8 @@ def test_long_caches_are_mapped_in_chunks_alike(monkeypatch, chunk):
     cmap = fitted(MapOptions(joint=True, anchor=True, exact_first=True))
     cache, first = rotated(rows, "source", SOURCE), first_layer(rows)
     whole = cmap.apply(cache, first)
-    monkeypatch.setattr(mapping, "TOKEN_CHUNK", chunk)
+    for bound in ("LEAST_TOKENS", "MOST_TOKENS"):
+        monkeypatch.setattr(engine, bound, chunk)
     for one, other in zip(cmap.apply(cache, first).keys, whole.keys, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -288,8 +289,10 @@ def test_automatic_ridge_is_best_on_held_out_rows():
             for ridge in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
                 weight, bias = oracles.ridge(matrix(train, inputs), matrix(train, outputs), ridge)
                 miss = matrix(unseen, outputs) - matrix(unseen, inputs) @ weight - bias
-                errors[ridge] = (miss**2).sum()
-            assert float(automatic.ridge[kind][layer]) == min(errors, key=errors.get)
+                errors[ridge] = (miss**2).reshape(-1, 4, 6).sum((0, 2))
+            for head in range(4):
+                best = min(errors, key=lambda ridge: errors[ridge][head])
+                assert float(automatic.ridge[kind][layer, head]) == best
 
 
 def test_rows_per_input_counts_the_widest_regression():
@@ -302,7 +305,7 @@ def test_rows_per_input_counts_the_widest_regression():
 
 
 def test_pure_noise_fits_in_sample_only():
-    from rows import noise
+    from entries import noise
 
     splits = Splits(moments(noise(40)), moments(noise(200, seed=1)), SOURCE, TARGET)
     _, scores = fit_closed_form(splits, LAYERS, MapOptions(), 1e-6)

@@ -9,22 +9,19 @@ head read its own source head only (arXiv 2609.00891).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvmap import artifacts
+from kvmap import artifacts, engine
 from kvmap.cache import KVCache, check_shapes
 from kvmap.columns import KINDS, Block
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, Signature
-from kvmap.rope import rotate, strip
-
-# Tokens mapped at a time: bounds what mapping needs beside the two caches.
-TOKEN_CHUNK = 2048
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,59 @@ class MapOptions:
 
 @dataclass(frozen=True)
 class Affine:
-    """y = xW + b, per group of heads: weight [G, p, q], bias [G, q]; G is 1 or H_t."""
+    """y = xW + b, per group of heads: weight [G, p, q], bias [G, q]; G is 1 or H_t.
+
+    Attributes:
+        up: [G, r, q] where the weight has rank r and is kept as two factors: W = weight·up.
+        network: Steps of a network whose output is added to y, ReLU between them.
+    """
 
     weight: Tensor
     bias: Tensor
+    up: Tensor | None = None
+    network: tuple[Affine, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether weight and bias are all there is."""
+        return self.up is None and not self.network
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y [..., G, T, q] for inputs x [..., G, T, p]."""
+        y = x @ self.weight
+        if self.up is not None:
+            y = y @ self.up
+        y = y + self.bias[:, None]
+        for at, step in enumerate(self.network):
+            x = step(x if at == 0 else x.relu())
+        return y + x if self.network else y
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by the names they have in a file."""
+        found = {"weight": self.weight, "bias": self.bias}
+        if self.up is not None:
+            found["up"] = self.up
+        for at, step in enumerate(self.network):
+            found |= {f"network.{at}.{name}": tensor for name, tensor in step.tensors().items()}
+        return found
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor]) -> Affine:
+        """Rebuild a part from what `tensors` returns.
+
+        Raises:
+            KeyError: The weight or the bias of a step is not there.
+        """
+        steps = {name.split(".")[1] for name in tensors if name.startswith("network.")}
+        network = [
+            cls(tensors[f"network.{at}.weight"], tensors[f"network.{at}.bias"])
+            for at in sorted(map(int, steps))
+        ]
+        return cls(tensors["weight"], tensors["bias"], tensors.get("up"), tuple(network))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Affine:
+        """Return the part with every tensor changed."""
+        return Affine.of({name: change(tensor) for name, tensor in self.tensors().items()})
 
 
 @dataclass(frozen=True)
@@ -111,24 +157,33 @@ class CacheMap:
     def parameters(self) -> int:
         """Number of weights and biases."""
         parts = [part for layer in self.layers if layer for part in (layer.key, layer.value)]
-        return sum(part.weight.numel() + part.bias.numel() for part in parts)
+        return sum(tensor.numel() for part in parts for tensor in part.tensors().values())
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> CacheMap:
         """Return the map with its weights on a device, in a dtype."""
-        move = lambda part: Affine(part.weight.to(device, dtype), part.bias.to(device, dtype))  # noqa: E731
-        layers = tuple(
-            layer and LayerMap(layer.source_layers, move(layer.key), move(layer.value))
-            for layer in self.layers
-        )
-        return CacheMap(self.source, self.target, layers, self.options, self.provenance)
+        return self.each(lambda _, part: part.each(lambda tensor: tensor.to(device, dtype)))
 
-    def apply(self, cache: KVCache, first: FirstLayer | None = None) -> KVCache:
+    def each(self, change: Callable[[tuple[int, str], Affine], Affine]) -> CacheMap:
+        """Return the map with every part changed; `change` is told its (layer, kind) too."""
+        layers = tuple(
+            layer
+            and LayerMap(
+                layer.source_layers, *(change((at, kind), layer.of(kind)) for kind in KINDS)
+            )
+            for at, layer in enumerate(self.layers)
+        )
+        return replace(self, layers=layers)
+
+    def apply(
+        self, cache: KVCache, first: FirstLayer | None = None, out: KVCache | None = None
+    ) -> KVCache:
         """Return the target's cache for the source's, at the same positions.
 
         Args:
             cache: The source's; keys rotated, [B, H_s, T, D_s].
             first: The target's own layer 0 for the same tokens, rotated keys and values
                 [B, H_t, T, D_t]; needed where `needs_target`.
+            out: Written and returned instead of a new cache of the source's dtype.
 
         Raises:
             UsageError: The cache is not of the source's shape, or `first` is missing.
@@ -139,61 +194,9 @@ class CacheMap:
                 "this map reads the target's own first layer; pass the target model, or fit with "
                 "`--no-anchor --no-exact-first`"
             )
-        keys, values = self._allocate(cache)
-        for start in range(0, cache.tokens, TOKEN_CHUNK):
-            stop = min(start + TOKEN_CHUNK, cache.tokens)
-            part = None if first is None else tuple(tensor[:, :, start:stop] for tensor in first)
-            self._apply_chunk(
-                cache.slice(start, stop), part, [t[:, :, start:stop] for t in (*keys, *values)]
-            )
-        return KVCache(tuple(keys), tuple(values), cache.positions, cache.token_ids, cache.mask)
-
-    def _allocate(self, cache: KVCache) -> tuple[list[Tensor], list[Tensor]]:
-        geometry = self.target.geometry
-        shape = (cache.positions.shape[0], geometry.kv_heads, cache.tokens, geometry.head_size)
-        like = cache.keys[0]
-        made = [
-            torch.empty(shape, dtype=like.dtype, device=like.device)
-            for _ in range(2 * geometry.layers)
-        ]
-        return made[: geometry.layers], made[geometry.layers :]
-
-    def _apply_chunk(self, cache: KVCache, first: FirstLayer | None, out: list[Tensor]) -> None:
-        """Write one chunk's mapped keys, then values, of all layers into views."""
-        dtype = next(layer.key.weight.dtype for layer in self.layers if layer)
-        entries = content_entries(cache, self.source.geometry, self.source_layers, dtype)
-        anchors = self._anchors(first, cache.positions, dtype)
-        for index, layer in enumerate(self.layers):
-            key_out, value_out = out[index], out[len(self.layers) + index]
-            if layer is None:
-                key_out.copy_(first[0])
-                value_out.copy_(first[1])
-                continue
-            table = self.target.geometry.rope[index]
-            mapped = {kind: self._predict(layer, kind, entries, anchors) for kind in KINDS}
-            key_out.copy_(rotate(mapped["key"], cache.positions, table))
-            value_out.copy_(mapped["value"])
-
-    def _anchors(
-        self, first: FirstLayer | None, positions: Tensor, dtype: torch.dtype
-    ) -> list[Tensor]:
-        if not self.options.anchor:
-            return []
-        content = strip(first[0], positions, self.target.geometry.rope[0])
-        return [content.to(dtype), first[1].to(dtype)]
-
-    def _predict(self, layer: LayerMap, kind: str, entries: dict, anchors: list[Tensor]) -> Tensor:
-        """Return one layer's content keys or values, [B, H_t, T, D_t]."""
-        kinds = KINDS if self.options.joint else (kind,)
-        inputs = [entries[part, source] for source in layer.source_layers for part in kinds]
-        affine = layer.of(kind)
-        if self.options.heads == "matched":
-            inputs = [tensor[:, list(self.options.assignment)] for tensor in inputs]
-            x = torch.cat((*inputs, *anchors), dim=-1)  # [B, H_t, T, p]
-            return x @ affine.weight + affine.bias[:, None]
-        flat = [tensor.transpose(1, 2).flatten(2) for tensor in (*inputs, *anchors)]
-        y = torch.cat(flat, dim=-1) @ affine.weight[0] + affine.bias[0]  # [B, T, H_t·D_t]
-        return y.unflatten(-1, (self.target.geometry.kv_heads, -1)).transpose(1, 2)
+        out = out or engine.allocate(self.target.geometry, cache)
+        engine.apply(self, cache, first, out)
+        return out
 
     def map(self, cache: Any, positions: Tensor | None = None, target: Any = None) -> Any:
         """Map a transformers cache and return one that the target's `generate` takes.
@@ -220,8 +223,8 @@ class CacheMap:
         tensors = {}
         for index, layer in enumerate(self.layers):
             for kind in KINDS if layer else ():
-                tensors[f"layers.{index}.{kind}.weight"] = layer.of(kind).weight.contiguous()
-                tensors[f"layers.{index}.{kind}.bias"] = layer.of(kind).bias.contiguous()
+                for name, tensor in layer.of(kind).tensors().items():
+                    tensors[f"layers.{index}.{kind}.{name}"] = tensor
         metadata = {
             "source": self.source.to_json(),
             "target": self.target.to_json(),
@@ -259,13 +262,13 @@ class CacheMap:
 
 
 def _load_layer(artifact: Any, index: int, source_layers: tuple[int, ...]) -> LayerMap:
-    parts = {
-        kind: Affine(
-            *(artifact.tensor(f"layers.{index}.{kind}.{part}") for part in ("weight", "bias"))
-        )
-        for kind in KINDS
-    }
-    return LayerMap(source_layers, **parts)
+    parts = []
+    for kind in KINDS:
+        prefix = f"layers.{index}.{kind}."
+        names = {name for name in artifact.names() if name.startswith(prefix)}
+        names |= {f"{prefix}weight", f"{prefix}bias"}  # which the artifact says it lacks
+        parts.append(Affine.of({n.removeprefix(prefix): artifact.tensor(n) for n in names}))
+    return LayerMap(source_layers, *parts)
 
 
 def _check_weights(made: CacheMap, path: Path | str) -> None:
@@ -281,14 +284,30 @@ def _check_weights(made: CacheMap, path: Path | str) -> None:
                 f"0 to {source.layers - 1} of {made.source.name}; fit the map again"
             )
         for kind in KINDS if layer else ():
+            part = layer.of(kind)
             weight = weight_shape(made.options, len(layer.source_layers), source, target)
-            for part, expected in (("weight", weight), ("bias", (weight[0], weight[2]))):
-                found = tuple(getattr(layer.of(kind), part).shape)
+            for name, expected in _part_shapes(part, *weight).items():
+                found = tuple(part.tensors()[name].shape)
                 if found != expected:
                     raise UsageError(
-                        f"{path}: layer {index}'s {kind} {part} is {found}, "
+                        f"{path}: layer {index}'s {kind} {name} is {found}, "
                         f"expected {expected}; fit the map again"
                     )
+
+
+def _part_shapes(part: Affine, groups: int, p: int, q: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes a part's tensors must have; ranks and hidden widths are its own."""
+    rank = part.weight.shape[-1]
+    shapes = {"weight": (groups, p, q if part.up is None else rank), "bias": (groups, q)}
+    if part.up is not None:
+        shapes["up"] = (groups, rank, q)
+    width = p
+    for at, step in enumerate(part.network):
+        after = q if at == len(part.network) - 1 else step.weight.shape[-1]
+        shapes[f"network.{at}.weight"] = (groups, width, after)
+        shapes[f"network.{at}.bias"] = (groups, after)
+        width = after
+    return shapes
 
 
 def weight_shape(
@@ -324,16 +343,3 @@ def input_blocks(
     if options.anchor:
         found += [Block("target", part, 0, h) for part in KINDS for h in own]
     return found
-
-
-def content_entries(
-    cache: KVCache, geometry: Geometry, layers: tuple[int, ...], dtype: torch.dtype
-) -> dict[tuple[str, int], Tensor]:
-    """Return content keys and values [B, H, T, D] of some layers; each layer is stripped once."""
-    entries = {}
-    for layer in layers:
-        entries["key", layer] = strip(cache.keys[layer], cache.positions, geometry.rope[layer]).to(
-            dtype
-        )
-        entries["value", layer] = cache.values[layer].to(dtype)
-    return entries
