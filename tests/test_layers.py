@@ -4,7 +4,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from rows import SOURCE, TARGET, matrix, moments, noise, related
+from entries import SOURCE, TARGET, matrix, moments, noise, related
 
 from kvmap.columns import Block
 from kvmap.errors import UsageError

@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from rows import SOURCE, TARGET, blocks, empty, matrix, moments, noise, part, related
+from entries import SOURCE, TARGET, blocks, empty, matrix, moments, noise, part, related
 
 from kvmap.columns import Block
 from kvmap.errors import UsageError

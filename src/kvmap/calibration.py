@@ -82,10 +82,15 @@ class Calibration:
     def _moments(self) -> dict[str, Moments]:
         path = self.path / "moments.safetensors"
         if not path.exists():
-            return self._moments_from_dump()
+            return self._moments_from_dump(self.index["options"]["native_head"])
         return load_moments(path)[0]
 
-    def _moments_from_dump(self) -> dict[str, Moments]:
+    @cached_property
+    def _moments_with_head(self) -> dict[str, Moments]:
+        """Return what the dump alone gives: without moments, no head rows were kept apart."""
+        return self._moments_from_dump(0)
+
+    def _moments_from_dump(self, first: int) -> dict[str, Moments]:
         if not self.index["shards"]:
             raise UsageError(
                 f"{self.path}: has neither moments nor a dump; run `kvmap collect` again"
@@ -100,7 +105,7 @@ class Calibration:
         for rows, position, sequence in self.shards():
             out = self.sequences["held_out"][sequence]
             for split, members in (("train", ~out), ("held_out", out)):
-                kept = members & (position >= options["native_head"])
+                kept = members & (position >= first)
                 made[split].update(
                     Rows({n: tuple(t[kept] for t in ts) for n, ts in rows.entries.items()})
                 )
@@ -119,6 +124,8 @@ class Calibration:
         """
         if not with_head:
             return self._moments[split]
+        if not self.index["options"]["moments"]:
+            return self._moments_with_head[split]
         geometries = (self.source.geometry, self.target.geometry)
         made = empty_moments(
             *geometries, self.index["options"]["heads"], self.index["options"]["joint"]

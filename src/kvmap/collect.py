@@ -9,7 +9,6 @@ written last: without it there is no calibration.
 from __future__ import annotations
 
 import gc
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -96,7 +95,8 @@ def collect(
     """
     check_options(options, token_ids)
     run = _Run(_Models(openers, together), token_ids, out, options, text)
-    run.start()
+    if run.start():
+        return run.tidy()
     steps = {"source": run.source_rows, "target": run.target_rows, "moments": run.add_moments}
     passes = [steps] if together else [{name: step} for name, step in steps.items()]
     for stage in passes:
@@ -183,30 +183,37 @@ class _Run:
         self.added = 0  # shards in the moments
         self.saved_at = time.monotonic()
 
-    def start(self) -> None:
+    def start(self) -> bool:
         """Write down what this run is, or check that an interrupted one was the same.
+
+        Returns:
+            Whether that one had all but tidied up.
 
         Raises:
             UsageError: The folder holds something else.
         """
-        if (self.out / INDEX).exists():
+        path = self.out / RUN
+        finished = (self.out / INDEX).exists()
+        if finished and not path.exists():
             raise UsageError(
                 f"{self.out}: holds a finished calibration; pass --force to replace it"
             )
         self.out.mkdir(parents=True, exist_ok=True)
         record = artifacts.without_nan(self._record())
-        path = self.out / RUN
         if path.exists() and artifacts.read_json(path, "run") != record:
             raise UsageError(
                 f"{self.out}: holds an interrupted run with other models, text or options; "
                 "pass --force to start anew, or the same options to resume it"
             )
+        if finished:
+            return True
         artifacts.write_json(path, record, private=True)
         tensors = {"token_ids": self.token_ids.int(), "held_out": self.held_out}
         artifacts.write(
             self.out / "tokens.safetensors", "tokens", tensors, {"text": self.text}, private=True
         )
         self._start_moments()
+        return False
 
     def _record(self) -> dict[str, Any]:
         models = [self.models.source.digest, self.models.target.digest]
@@ -310,7 +317,7 @@ class _Run:
                 self._path(side, shard).unlink(missing_ok=True)
 
     def finish(self) -> Calibration:
-        """Write moments and index, and remove what only a resumed run needs."""
+        """Write moments and index, and tidy up."""
         if self.options.moments:
             save_moments(self.out / "moments.safetensors", self.moments, self._scope())
         shards = range(self.shards)
@@ -336,6 +343,10 @@ class _Run:
             ],
         }
         artifacts.write_json(self.out / INDEX, data, private=True)
+        return self.tidy()
+
+    def tidy(self) -> Calibration:
+        """Remove what only a resumed run needs; what names the run goes last."""
         if not self.options.dump:
             self._drop_rows(self.shards)
         for name in (PARTIAL, RUN):
@@ -373,4 +384,11 @@ def clear(out: Path) -> None:
         return
     if not (out / INDEX).exists() and not (out / RUN).exists() and any(out.iterdir()):
         raise UsageError(f"{out}: exists and is no calibration; choose another folder")
-    shutil.rmtree(out)
+    # Killed half way, it is no calibration any more and can still be cleared.
+    if (out / INDEX).exists():
+        (out / INDEX).replace(out / RUN)
+    for path in out.iterdir():
+        if path.name != RUN:
+            path.unlink()
+    (out / RUN).unlink(missing_ok=True)
+    out.rmdir()

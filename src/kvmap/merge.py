@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kvmap import artifacts
-from kvmap.calibration import INDEX, SPLITS, Calibration, save_moments
+from kvmap.calibration import INDEX, SPLITS, Calibration, empty_moments, save_moments
+from kvmap.collect import RUN, clear
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest
 
@@ -26,9 +27,7 @@ def merge(parts: list[Calibration], out: Path) -> Calibration:
         raise UsageError(f"found {len(parts)} calibration to merge, expected at least 2")
     for part in parts[1:]:
         _check(parts[0], part)
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()):
-        raise UsageError(f"{out}: is not empty; choose another folder")
+    _start(parts, out)
     token_ids = torch.cat([part.sequences["token_ids"] for part in parts])
     held_out = torch.cat([part.sequences["held_out"] for part in parts])
     if len(token_ids.unique(dim=0)) < len(token_ids):
@@ -40,7 +39,19 @@ def merge(parts: list[Calibration], out: Path) -> Calibration:
     if parts[0].index["options"]["moments"]:
         _merge_moments(parts, out)
     artifacts.write_json(out / INDEX, index, private=True)
+    (out / RUN).unlink()
     return Calibration.open(out)
+
+
+def _start(parts: list[Calibration], out: Path) -> None:
+    """Write down what this merge is; what a killed one of the same parts left is removed."""
+    record = {"kind": "run", "merge": [part.digest for part in parts]}
+    if (out / RUN).exists() and artifacts.read_json(out / RUN, "run") == record:
+        clear(out)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise UsageError(f"{out}: is not empty; choose another folder")
+    artifacts.write_json(out / RUN, record, private=True)
 
 
 def _check(first: Calibration, other: Calibration) -> None:
@@ -92,9 +103,12 @@ def _copy(path: Path, copy: Path, first_sequence: int) -> None:
 
 
 def _merge_moments(parts: list[Calibration], out: Path) -> None:
-    merged = {split: parts[0].moments(split) for split in SPLITS}
-    for part in parts[1:]:
+    options = parts[0].index["options"]
+    geometries = (parts[0].source.geometry, parts[0].target.geometry)
+    scope = (options["heads"], options["joint"])
+    merged = {split: empty_moments(*geometries, *scope) for split in SPLITS}
+    for part in parts:
         for split in SPLITS:
             merged[split].merge(part.moments(split))
-    scope = artifacts.open_artifact(parts[0].path / "moments.safetensors", "moments").metadata
-    save_moments(out / "moments.safetensors", merged, scope)
+    header = artifacts.open_artifact(parts[0].path / "moments.safetensors", "moments").metadata
+    save_moments(out / "moments.safetensors", merged, header)

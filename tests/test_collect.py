@@ -1,0 +1,470 @@
+"""What a calibration holds, and that an interrupted run ends as if it never was."""
+
+import copy
+import dataclasses
+import os
+import shutil
+import signal
+import stat
+import warnings
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from conftest import token_ids
+
+from kvmap import collect as module
+from kvmap.calibration import Calibration
+from kvmap.collect import CollectOptions, clear, collect, held_out_mask
+from kvmap.columns import Block
+from kvmap.errors import UsageError
+from kvmap.merge import merge
+
+PAIR = ("qwen3_small", "llama_llama3")
+SEQUENCES, LENGTH, STRIDE = 11, 24, 3
+OPTIONS = CollectOptions(
+    stride=STRIDE, held_out=0.3, native_head=4, heads="all", joint=True, batch=2, shard=4
+)
+TEXT = {"dataset": "random", "seed": 0}
+KEPT = range(0, LENGTH, STRIDE)
+
+
+@pytest.fixture
+def run(loaded):
+    """Return a function that collects PAIR into a folder."""
+
+    def go(out, options=OPTIONS, ids=None, text=TEXT, **rest) -> Calibration:
+        openers = tuple(lambda name=name: loaded(name) for name in PAIR)
+        ids = token_ids(SEQUENCES, LENGTH) if ids is None else ids
+        return collect(openers, ids, out, options, text, **rest)
+
+    return go
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def native_rows(native):
+    """Return, by (side, kind), per layer the native content [N, T, H * D]."""
+    found = {}
+    for side, name in zip(("source", "target"), PAIR, strict=True):
+        ids = token_ids(SEQUENCES, LENGTH)
+        with oracles.recording_content_keys(native(name)) as keys:
+            _, values = oracles.native_cache(native(name), ids)
+        ordered = [keys[layer] for layer in range(len(keys))]
+        for kind, tensors in (("key", ordered), ("value", values)):
+            flat = [tensor.transpose(1, 2).flatten(2) for tensor in tensors]
+            found[side, kind] = [tensor.double().numpy() for tensor in flat]
+    return found
+
+
+def test_dump_is_the_models_own_content(run, native_rows, tmp_path):
+    """Every third token of every sequence, in order, with its position and sequence."""
+    made = run(tmp_path / "c")
+    shards = list(made.shards())
+    assert [len(position) for _, position, _ in shards] == [32, 32, 24]
+    position, sequence = (torch.cat([shard[i] for shard in shards]) for i in (1, 2))
+    assert position.tolist() == [*KEPT] * SEQUENCES
+    assert sequence.tolist() == [s for s in range(SEQUENCES) for _ in KEPT]
+    for name, layers in native_rows.items():
+        for layer, expected in enumerate(layers):
+            found = torch.cat([shard[0].entries[name][layer] for shard in shards]).flatten(1)
+            kept = expected[:, ::STRIDE].reshape(len(found), -1)
+            np.testing.assert_allclose(found.numpy(), kept, atol=2e-5)
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_moments_are_those_of_the_rows(run, native_rows, tmp_path, split, with_head):
+    """Train and held-out sequences apart; the first four tokens count only when asked for."""
+    made = run(tmp_path / "c")
+    mask = held_out_mask(SEQUENCES, OPTIONS.held_out).numpy()
+    members = mask if split == "held_out" else ~mask
+    positions = [p for p in KEPT if with_head or p >= 4]
+    inputs = [Block("source", kind, 1, head) for kind in ("key", "value") for head in (0, 1)]
+    outputs = [Block("target", "value", 2, 3), Block("target", "key", 3, 0)]
+
+    def columns(block):
+        size = {"source": 16, "target": 24}[block.side]
+        chosen = native_rows[block.side, block.kind][block.layer][members][:, positions]
+        return chosen[..., block.head * size : (block.head + 1) * size].reshape(-1, size)
+
+    x, y = (np.concatenate([columns(b) for b in side], 1) for side in (inputs, outputs))
+    found = made.moments(split, with_head).covariance(inputs, outputs)
+    gram, cross = oracles.covariance(x, y)
+    assert found.count == len(x) == members.sum() * len(positions)
+    np.testing.assert_allclose(found.gram.numpy(), gram, atol=1e-4 * np.abs(gram).max())
+    np.testing.assert_allclose(found.cross.numpy(), cross, atol=1e-4 * np.abs(cross).max())
+    np.testing.assert_allclose(found.input_mean.numpy(), x.mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_moments_follow_from_the_dump_alone(run, tmp_path, with_head):
+    """To 1e-10: the same rows, added in the same or another order."""
+    both = run(tmp_path / "both")
+    dump = run(tmp_path / "dump", dataclasses.replace(OPTIONS, moments=False))
+    assert not (tmp_path / "dump" / "moments.safetensors").exists()
+    for split in ("train", "held_out"):
+        one, other = (made.moments(split, with_head).tensors for made in (both, dump))
+        for name in one:
+            scale = one[name].abs().max().clamp_min(1e-30)
+            assert (one[name] - other[name]).abs().max() <= 1e-10 * scale, name
+
+
+def test_without_a_dump_no_rows_stay_and_moments_are_the_same_bytes(run, tmp_path):
+    run(tmp_path / "both")
+    run(tmp_path / "lean", dataclasses.replace(OPTIONS, dump=False))
+    lean, both = contents(tmp_path / "lean"), contents(tmp_path / "both")
+    assert not any(name.startswith(("source-", "target-")) for name in lean)
+    assert lean["moments.safetensors"] == both["moments.safetensors"]
+
+
+def test_models_one_after_the_other_give_the_same_bytes(run, tmp_path):
+    run(tmp_path / "together")
+    run(tmp_path / "apart", together=False)
+    assert contents(tmp_path / "apart") == contents(tmp_path / "together")
+
+
+def test_running_again_gives_the_same_bytes(run, tmp_path):
+    run(tmp_path / "one")
+    run(tmp_path / "two")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_batches_do_not_matter(run, tmp_path, batch):
+    """But for rounding: matrix products of other shapes add in another order."""
+    one = run(tmp_path / "one").moments("train").tensors
+    options = dataclasses.replace(OPTIONS, batch=batch)
+    other = run(tmp_path / "other", options).moments("train").tensors
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "share", "count"),
+    [(10, 0.1, 1), (500, 0.1, 50), (11, 0.3, 3), (2, 0.9, 1), (3, 0.01, 1)],
+)
+def test_held_out_sequences_are_a_spread_share(sequences, share, count):
+    mask = held_out_mask(sequences, share)
+    assert mask.sum() == count
+    gaps = mask.nonzero().flatten().diff()
+    assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
+
+
+def test_index_tells_what_was_done(run, tmp_path):
+    made = Calibration.open(run(tmp_path / "c").path)
+    assert made.tokens == SEQUENCES * LENGTH
+    assert made.index["text"] == TEXT
+    assert [side.geometry.layers for side in (made.source, made.target)] == [3, 4]
+    assert made.bytes == sum(map(len, contents(tmp_path / "c").values()))
+    assert (
+        made.token_ids("held_out").tolist()
+        == token_ids(SEQUENCES, LENGTH)[held_out_mask(SEQUENCES, 0.3)].tolist()
+    )
+    assert len(made.token_ids("train")) == 8
+
+
+def test_what_holds_text_is_for_its_owner_only(run, tmp_path):
+    run(tmp_path / "c")
+    for path in (tmp_path / "c").iterdir():
+        if path.name != "moments.safetensors":
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path.name
+
+
+# --- interruption
+
+
+def killed_at(step: int, place: str, action) -> bool:
+    """Run `action` in a child that is killed at its `step`-th change of the folder.
+
+    Args:
+        place: "before" or "after" the change; a kill in between is what the change is for.
+
+    Returns:
+        Whether the child was killed; False where it ended before that many changes.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork, with no other thread at work
+        child = os.fork()
+    if child == 0:
+        count = 0
+
+        def counting(original):
+            def change(*args, **kwargs):
+                nonlocal count
+                count += 1
+                if count == step and place == "before":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                result = original(*args, **kwargs)
+                if count == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+            return change
+
+        for name in ("replace", "unlink"):
+            setattr(os, name, counting(getattr(os, name)))
+        try:
+            action()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Leave out what a kill cannot tell apart: a process's end loses no file written."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("dump", [True, False])
+def test_killed_anywhere_it_resumes_to_the_same_bytes(
+    run, tmp_path, monkeypatch, quick, dump, place
+):
+    """SIGKILL around every file that appears or goes; partial moments after every shard."""
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
+    options = dataclasses.replace(OPTIONS, dump=dump, shard=2)
+    ids = token_ids(4, 9)
+    run(tmp_path / "whole", options, ids)
+    expected = contents(tmp_path / "whole")
+    for step in range(1, 60):
+        out = tmp_path / f"{step}"
+        if not killed_at(step, place, lambda out=out: run(out, options, ids)):
+            break
+        if not (out / "index.json").exists():
+            with pytest.raises(UsageError, match=r"found (an unfinished run|no calibration)"):
+                Calibration.open(out)
+        if (out / "run.json").exists() or not (out / "index.json").exists():
+            run(out, options, ids)
+        assert contents(out) == expected, step
+    assert step > 10
+
+
+def test_resumed_run_reads_no_model_again_for_shards_it_has(run, loaded, tmp_path, monkeypatch):
+    seen = []
+    original = module._content
+    monkeypatch.setattr(module, "_content", lambda *args: seen.append(1) or original(*args))
+    run(tmp_path / "whole")
+    whole, stopped = len(seen), 0
+
+    def stop(step, done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "c", progress=stop)
+    stopped, seen[:] = len(seen) - whole, []
+    run(tmp_path / "c")
+    assert 0 < len(seen) < whole
+    assert len(seen) + stopped == whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"options": dataclasses.replace(OPTIONS, stride=2)},
+        {"ids": token_ids(SEQUENCES, LENGTH, seed=5)},
+        {"text": {"dataset": "another"}},
+    ],
+    ids=["options", "tokens", "text"],
+)
+def test_interrupted_run_is_not_resumed_with_anything_else(run, tmp_path, change):
+    def stop(step, done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "c", progress=stop)
+    with pytest.raises(UsageError, match=r"interrupted run with other models, text or options"):
+        run(tmp_path / "c", **change)
+
+
+def test_finished_calibration_is_not_written_over(run, tmp_path):
+    run(tmp_path / "c")
+    before = contents(tmp_path / "c")
+    with pytest.raises(UsageError, match=r"holds a finished calibration; pass --force"):
+        run(tmp_path / "c")
+    assert contents(tmp_path / "c") == before
+
+
+def test_damaged_shard_of_an_interrupted_run_is_not_taken(run, tmp_path):
+    def stop(step, done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "c", progress=stop)
+    shard = tmp_path / "c" / "source-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-3])
+    with pytest.raises(UsageError, match=r"source-00000\.safetensors"):
+        run(tmp_path / "c")
+
+
+def test_clear_killed_anywhere_can_be_done_again(run, tmp_path, quick):
+    """What is left in between passes for nothing."""
+    whole = run(tmp_path / "whole", ids=token_ids(2, 9)).path
+    for step in range(1, 30):
+        out = tmp_path / f"{step}"
+        shutil.copytree(whole, out)
+        if not killed_at(step, "after", lambda out=out: clear(out)):
+            break
+        with pytest.raises(UsageError, match=r"found (an unfinished run|no calibration)"):
+            Calibration.open(out)
+        clear(out)
+        assert not out.exists()
+    assert step > 4
+
+
+# --- refusals
+
+
+def test_models_with_other_tokenizers_are_refused(loaded, tmp_path):
+    openers = tuple(lambda n=n: loaded(n) for n in ("llama_default", "other_tokenizer"))
+    with pytest.raises(UsageError, match=r"cannot be paired: the tokenizers differ"):
+        collect(openers, token_ids(4, 8), tmp_path / "c", OPTIONS, TEXT)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"held_out": 0.0}, r"--held-out is 0.0, expected a share between 0 and 1"),
+        ({"held_out": 1.0}, r"--held-out is 1.0"),
+        ({"dump": False, "moments": False}, r"--no-dump and --no-moments together"),
+        ({"stride": 0}, r"--stride must be at least 1"),
+        ({"native_head": -1}, r"--native-head at least 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_any_work(run, tmp_path, changes, message):
+    with pytest.raises(UsageError, match=message):
+        run(tmp_path / "c", dataclasses.replace(OPTIONS, **changes))
+    assert not (tmp_path / "c").exists()
+
+
+def test_one_sequence_cannot_be_split(run, tmp_path):
+    with pytest.raises(UsageError, match=r"found 1 sequences of 24 tokens, expected at least 2"):
+        run(tmp_path / "c", ids=token_ids(1, LENGTH))
+
+
+def test_folder_that_is_no_calibration_is_told(tmp_path):
+    with pytest.raises(
+        UsageError, match=r"found no calibration, expected a folder with index.json"
+    ):
+        Calibration.open(tmp_path)
+
+
+def test_clear_removes_calibrations_only(run, tmp_path):
+    run(tmp_path / "c")
+    clear(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    clear(tmp_path / "c")
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "one").write_text("dear")
+    with pytest.raises(UsageError, match=r"exists and is no calibration"):
+        clear(tmp_path / "letters")
+    assert (tmp_path / "letters" / "one").exists()
+
+
+# --- merge
+
+
+@pytest.fixture
+def halves(run, tmp_path):
+    """Return calibrations of sequences 0..5 and 6..10."""
+    ids = token_ids(SEQUENCES, LENGTH)
+
+    def make(options=OPTIONS):
+        parts = (("a", ids[:6]), ("b", ids[6:]))
+        return [run(tmp_path / name, options, ids=part, text={"t": name}) for name, part in parts]
+
+    return make
+
+
+@pytest.mark.parametrize("dump", [True, False])
+def test_merged_calibration_is_that_of_all_sequences(halves, tmp_path, dump):
+    parts = halves(dataclasses.replace(OPTIONS, dump=dump))
+    made = merge(parts, tmp_path / "ab")
+    assert made.tokens == SEQUENCES * LENGTH
+    assert made.index["text"] == {"merged": [{"t": "a"}, {"t": "b"}]}
+    for split in ("train", "held_out"):
+        expected = torch.cat([part.token_ids(split) for part in parts])
+        assert torch.equal(made.token_ids(split), expected)
+        for with_head in (False, True):
+            found = made.moments(split, with_head)
+            assert found.count == sum(part.moments(split, with_head).count for part in parts)
+            one = copy.deepcopy(parts[0].moments(split, with_head))
+            one.merge(parts[1].moments(split, with_head))
+            for name, tensor in one.tensors.items():
+                scale = tensor.abs().max().clamp_min(1e-30)
+                assert (found.tensors[name] - tensor).abs().max() <= 1e-10 * scale, name
+    if dump:
+        sequence = torch.cat([shard[2] for shard in made.shards()])
+        assert sequence.tolist() == [s for s in range(SEQUENCES) for _ in KEPT]
+
+
+def test_merged_dump_and_merged_moments_agree(halves, tmp_path):
+    made = merge(halves(), tmp_path / "ab")
+    (tmp_path / "ab" / "moments.safetensors").unlink()
+    again = Calibration.open(tmp_path / "ab")
+    for split in ("train", "held_out"):
+        one, other = (found.moments(split).tensors for found in (made, again))
+        for name in one:
+            assert (one[name] - other[name]).abs().max() <= 1e-10 * one[name].abs().max(), name
+
+
+def test_merging_leaves_the_parts_alone(halves, tmp_path):
+    parts = halves()
+    before = [contents(part.path) for part in parts]
+    merge(parts, tmp_path / "ab")
+    assert [contents(part.path) for part in parts] == before
+
+
+def test_merge_killed_anywhere_can_be_done_again(halves, tmp_path, quick):
+    parts = halves()
+    merge(parts, tmp_path / "whole")
+    expected = contents(tmp_path / "whole")
+    for step in range(1, 30):
+        out = tmp_path / f"{step}"
+        if not killed_at(step, "after", lambda out=out: merge(parts, out)):
+            break
+        if (out / "run.json").exists() or not (out / "index.json").exists():
+            merge(parts, out)
+        assert contents(out) == expected, step
+    assert step > 5
+
+
+def test_one_part_is_not_merged(halves, tmp_path):
+    with pytest.raises(UsageError, match=r"found 1 calibration to merge, expected at least 2"):
+        merge(halves()[:1], tmp_path / "ab")
+
+
+def test_shared_sequences_are_refused(halves, tmp_path):
+    """A sequence trained on in one part could be held out in the other."""
+    parts = halves()
+    with pytest.raises(UsageError, match=r"share sequences"):
+        merge([*parts, parts[0]], tmp_path / "ab")
+
+
+def test_parts_collected_otherwise_are_refused(halves, run, tmp_path):
+    options = dataclasses.replace(OPTIONS, stride=2)
+    other = run(tmp_path / "o", options, ids=token_ids(4, LENGTH, seed=8))
+    with pytest.raises(UsageError, match=r"differ in stride; collect both alike"):
+        merge([halves()[0], other], tmp_path / "ab")
+
+
+def test_parts_of_other_models_are_refused(halves, loaded, tmp_path):
+    openers = tuple(lambda n=n: loaded(n) for n in ("llama_default", "llama_llama3"))
+    other = collect(openers, token_ids(4, LENGTH, seed=8), tmp_path / "o", OPTIONS, TEXT)
+    with pytest.raises(UsageError, match=r"different source models"):
+        merge([halves()[0], other], tmp_path / "ab")
+
+
+def test_merge_does_not_write_among_other_files(halves, tmp_path):
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "letter").write_text("dear")
+    with pytest.raises(UsageError, match=r"is not empty"):
+        merge(halves(), tmp_path / "ab")
