@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "CacheMap": "kvmap.mapping",
-    "Calibration": "kvmap.collect",
+    "Calibration": "kvmap.calibration",
     "KVCache": "kvmap.cache",
     "KvmapError": "kvmap.errors",
     "UsageError": "kvmap.errors",

@@ -146,7 +146,7 @@ def write_json(path: str | Path, data: Mapping[str, Any], private: bool = False)
     return atomic.write(path, [text.encode()], private)
 
 
-def read_json(path: str | Path, kind: str) -> dict[str, Any]:
+def read_json(path: str | Path, kind: str | None = None) -> dict[str, Any]:
     """Read a JSON artifact, without its reserved fields but for `kind`.
 
     Raises:
@@ -154,7 +154,7 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
     """
     fields = header.read_json(Path(path), kind)
     kept = {key: value for key, value in fields.items() if key not in header.RESERVED}
-    return {"kind": kind, **kept}
+    return {"kind": fields["kind"], **kept}
 
 
 def peek(path: str | Path) -> str:

@@ -14,15 +14,20 @@ import typer
 
 import kvmap
 from kvmap.cli.options import examples
+from kvmap.cli.output import complain
 from kvmap.errors import KvmapError
 
 # In the order in which they are used; each names its module in this package.
 COMMANDS = {
     "collect": "collect",
     "select-layers": "select_layers",
-    "bench": "bench",
     "fit": "fit",
     "transfer": "transfer",
+    "eval": "evaluate",
+    "report": "report",
+    "bench": "bench",
+    "show": "show",
+    "plan": "plan",
     "models": "models",
 }
 
@@ -97,7 +102,7 @@ def _run(arguments: list[str] | None, debug: bool) -> int:
 def _fail(sentence: str, code: int, debug: bool) -> int:
     if debug:
         raise
-    print(f"Error: {sentence}", file=sys.stderr)
+    complain(sentence)
     return code
 
 

@@ -1,16 +1,21 @@
 """`kvmap collect`: text through both models; content-space caches and their moments out."""
 
+from __future__ import annotations
+
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvmap.cli import inputs, options
 from kvmap.cli.output import Output, amount
+from kvmap.cli.plan import collect_text
+from kvmap.errors import UsageError
 
 EXAMPLES = (
     "kvmap collect tiny-m tiny-l -o m-l.calib --sequences 200 --length 512",
-    "kvmap collect qwen3-8b qwen3-14b --dataset fineweb-edu,chats.jsonl --no-dump",
+    "kvmap collect qwen3-8b qwen3-14b --dataset fineweb-edu,chats.jsonl --no-dump -n",
 )
 
 
@@ -18,33 +23,34 @@ def run(
     source: options.Source,
     target: options.Target,
     output: options.output("the calibration", "CALIB") = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="SOURCE and TARGET are calibrations: join them.")
+    ] = False,
     dataset: options.Dataset = None,
     sequences: options.Sequences = None,
     length: options.Length = None,
     stride: options.Stride = None,
     held_out: options.HeldOut = None,
     heads: Annotated[
-        str | None, typer.Option("--heads", metavar="all|matched", help="Which moments to keep.")
+        str | None,
+        typer.Option(
+            "--heads", metavar="all|matched", help="Moments to keep. [default: all, if they fit]"
+        ),
     ] = None,
     dump: Annotated[bool, typer.Option("--dump/--no-dump", help="Keep the rows.")] = True,
     moments: Annotated[bool, typer.Option("--moments/--no-moments", help="Keep moments.")] = True,
     seed: options.Seed = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Run both models over text; keep their caches and moments."""
     from kvmap.collect import CollectOptions, clear
-    from kvmap.pair import (
-        Loading,
-        TextOptions,
-        collect_pair,
-        geometries,
-        read_text,
-        with_scope,
-    )
+    from kvmap.pair import Loading, TextOptions
+    from kvmap.survey import survey
 
     out, names = Output(as_json, quiet), (source, target)
     loading = inputs.given(Loading, device=device, dtype=dtype)
@@ -56,17 +62,40 @@ def run(
         dump=dump,
         moments=moments,
     )
-    text_options = inputs.given(
-        TextOptions, dataset=dataset, sequences=sequences, length=length, seed=seed
-    )
+    text = inputs.given(TextOptions, dataset=dataset, sequences=sequences, length=length, seed=seed)
+    if dry_run:
+        cost = survey(names, text, asked, loading)["collect"]
+        out.document(cost, lambda: collect_text(cost))
+        return
     if output is not None and force:
         clear(output)
     started = time.perf_counter()
-    text = read_text(names, text_options, loading)
+    if merge:
+        made, reused = _merge(names, output), False
+    else:
+        made, reused = _collect(out, names, text, asked, output, loading)
+    _report(out, made, reused, time.perf_counter() - started)
+
+
+def _collect(out: Output, names, text, asked, output, loading):
+    from kvmap.pair import collect_pair, geometries, read_text, with_scope
+
+    found = read_text(names, text, loading)
     asked = with_scope(asked, geometries(names, loading))
     with out.progress() as progress:
-        made, reused = collect_pair(names, text, asked, output, loading, progress)
-    seconds = time.perf_counter() - started
+        return collect_pair(names, found, asked, output, loading, progress)
+
+
+def _merge(names: tuple[str, str], output: Path | None):
+    from kvmap.calibration import Calibration
+    from kvmap.merge import merge
+
+    if output is None:
+        raise UsageError("--merge writes a new calibration; say where with -o CALIB")
+    return merge([Calibration.open(name) for name in names], output)
+
+
+def _report(out: Output, made, reused: bool, seconds: float) -> None:
     state = "collected before and reused" if reused else f"{seconds:.1f} s"
     out.note(f"{made.tokens} tokens, {amount(made.bytes)}, {state}")
     document = {

@@ -1,13 +1,18 @@
 """`kvmap fit`: a map, from a calibration or from the names of two models."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmap.cli import inputs, options
+from kvmap.cli import inputs, options, plan
 from kvmap.cli.output import Output, amount, figure
 from kvmap.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvmap.pair import FitReport, FitRequest
 
 EXAMPLES = (
     "kvmap fit tiny-m tiny-l -o m-l.map",
@@ -66,15 +71,15 @@ def run(
     seed: options.Seed = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Fit a map in closed form, doing what must come before and reusing what is there."""
+    """Fit a map, doing what must come before."""
     from kvmap.artifacts import refuse_overwrite
-    from kvmap.calibration import Calibration
     from kvmap.collect import CollectOptions
-    from kvmap.pair import FitRequest, Loading, TextOptions, fit_calibration, fit_pair
+    from kvmap.pair import FitRequest, Loading, TextOptions
 
     out = Output(as_json, quiet)
     if output is not None:
@@ -96,24 +101,22 @@ def run(
     )
     text = {"dataset": dataset, "sequences": sequences, "length": length, "seed": seed}
     kept = {"stride": stride, "held_out": held_out}
-    with out.progress() as progress:
-        if target is None:
-            _refuse_text(text | kept)
-            report = fit_calibration(Calibration.open(source), request, progress)
-        else:
-            report = fit_pair(
-                (source, target),
-                inputs.given(TextOptions, **text),
-                inputs.given(CollectOptions, **kept),
-                request,
-                inputs.given(Loading, device=device, dtype=dtype),
-                progress,
-            )
-    _describe(out, report)
-    out.result(report.path, report.to_json())
+    if target is None:
+        _refuse(text | kept)
+        report = _fit_calibration(out, source, request, dry_run)
+    else:
+        made = (
+            inputs.given(TextOptions, **text),
+            inputs.given(CollectOptions, **kept),
+            inputs.given(Loading, device=device, dtype=dtype),
+        )
+        report = _fit_models(out, (source, target), request, made, dry_run)
+    if report is not None:
+        _describe(out, report)
+        out.result(report.path, report.to_json())
 
 
-def _refuse_text(asked) -> None:
+def _refuse(asked: dict[str, Any]) -> None:
     """Refuse options of `collect` beside a calibration, whose text is what it is."""
     found = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None]
     if found:
@@ -123,7 +126,34 @@ def _refuse_text(asked) -> None:
         )
 
 
-def _describe(out: Output, report) -> None:
+def _fit_calibration(out: Output, path: str, request: FitRequest, dry_run: bool) -> Any:
+    from kvmap.calibration import Calibration
+    from kvmap.pair import fit_calibration
+    from kvmap.survey import map_sizes
+
+    calibration = Calibration.open(path)
+    if dry_run:
+        maps = map_sizes((calibration.source.geometry, calibration.target.geometry), 4)
+        return out.document({"maps": maps}, lambda: plan.maps_text(maps))
+    with out.progress() as progress:
+        return fit_calibration(calibration, request, progress)
+
+
+def _fit_models(
+    out: Output, names: tuple[str, str], request: FitRequest, made: tuple, dry_run: bool
+) -> Any:
+    from kvmap.pair import fit_pair
+    from kvmap.survey import survey
+
+    text, kept, loading = made
+    if dry_run:
+        found = survey(names, text, kept, loading)
+        return out.document(found, lambda: plan.text(found))
+    with out.progress() as progress:
+        return fit_pair(names, text, kept, request, loading, progress)
+
+
+def _describe(out: Output, report: FitReport) -> None:
     from kvmap.pipeline import LOW_ROWS_PER_INPUT
 
     made = report.cmap.provenance

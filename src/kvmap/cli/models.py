@@ -7,7 +7,7 @@ EXAMPLES = ("kvmap models", "kvmap models --json")
 
 
 def run(as_json: options.Json = False) -> None:
-    """List the names known; any hub id, id@revision or local folder works too."""
+    """List the model names known."""
     from kvmap import demo
     from kvmap.models import names
 

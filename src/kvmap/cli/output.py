@@ -31,6 +31,11 @@ class Output:
         """Whether notes may be coloured."""
         return sys.stderr.isatty() and "NO_COLOR" not in os.environ
 
+    @property
+    def stdout_colour(self) -> bool:
+        """Whether data may be coloured."""
+        return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
     def document(self, data: Any, text: Callable[[], str]) -> None:
         """Print `data` as one JSON document, or else the text made for people."""
         if self.as_json:
@@ -68,6 +73,11 @@ class Output:
             yield advance
 
 
+def complain(sentence: str) -> None:
+    """Say why a command stopped."""
+    print(f"Error: {sentence}", file=sys.stderr)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Align rows under a head: text to the left, numbers to the right, two spaces between."""
     cells = [[_cell(value) for value in row] for row in rows]
@@ -90,6 +100,15 @@ def amount(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def large(count: float) -> str:
+    """Write a large count with its letter: 1234567 becomes `1.2 M`."""
+    for letter in ("", "k", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.0f} {letter}".rstrip() if not letter else f"{count:.1f} {letter}"
+        count /= 1000
+    return f"{count:.1f} P"
 
 
 def figure(value: float | None, digits: int = 3) -> str:

@@ -26,7 +26,7 @@ def run(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Score all pairs of layers and choose the best for each target layer."""
+    """Score all pairs of layers and choose."""
     from kvmap.artifacts import refuse_overwrite
     from kvmap.calibration import Calibration
     from kvmap.pipeline import cached_layers

@@ -53,7 +53,7 @@ def run(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Map what the source has read into the target's cache, and let the target go on."""
+    """Hand a context to the target and let it go on."""
     from kvmap.artifacts import refuse_overwrite
     from kvmap.mapping import CacheMap
     from kvmap.pair import Loading

@@ -1,0 +1,98 @@
+"""`kvmap plan`: can two models be paired, and what would it cost."""
+
+from typing import Any
+
+from kvmap.cli import inputs, options
+from kvmap.cli.output import Output, amount, large, table
+from kvmap.errors import UsageError
+
+EXAMPLES = (
+    "kvmap plan qwen3-14b qwen3-32b",
+    "kvmap plan tiny-m tiny-l --sequences 100 --length 512 --json",
+)
+
+
+def run(
+    source: options.Source,
+    target: options.Target,
+    sequences: options.Sequences = None,
+    length: options.Length = None,
+    stride: options.Stride = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say whether two models can be paired, and what it costs."""
+    from kvmap.collect import CollectOptions
+    from kvmap.pair import Loading, TextOptions
+    from kvmap.survey import survey
+
+    found = survey(
+        (source, target),
+        inputs.given(TextOptions, sequences=sequences, length=length),
+        inputs.given(CollectOptions, stride=stride),
+        inputs.given(Loading, device=device, dtype=dtype),
+    )
+    Output(as_json).document(found, lambda: text(found))
+    if found["pairable"] is False:
+        raise UsageError(f"{source} and {target} cannot be paired: {'; '.join(found['problems'])}")
+
+
+def text(found: dict[str, Any]) -> str:
+    """Lay out a survey for people."""
+    states = {
+        True: "can be paired",
+        False: "cannot be paired",
+        None: "may be paired, if their tokenizers agree: not at hand here",
+    }
+    names = [found[side]["name"] for side in ("source", "target")]
+    parts = [
+        f"{names[0]} and {names[1]} {states[found['pairable']]}",
+        table(
+            ("", "type", "parameters", "layers", "KV heads", "head size", "cache per token"),
+            [_model_row(side, found[side]) for side in ("source", "target")],
+        ),
+        maps_text(found["maps"]),
+        collect_text(found["collect"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def maps_text(maps: list[dict[str, Any]]) -> str:
+    """Lay out the size of each recipe's map."""
+    rows = [(m["recipe"], m["k"], amount(m["bytes"]), large(m["flops_per_token"])) for m in maps]
+    return table(("recipe", "k", "map", "FLOP per token"), rows)
+
+
+def collect_text(cost: dict[str, Any]) -> str:
+    """Lay out what a collection would take."""
+    scope = f"moments of {cost['heads']} heads, {'' if cost['joint'] else 'not '}joint"
+    disk = f"dump {amount(cost['dump_bytes'])}, moments {amount(cost['moments_bytes'])}"
+    read = f"{cost['sequences']} sequences of {cost['length']} tokens"
+    lines = [
+        f"collect {read}, one token in {cost['stride']} kept, {scope}:",
+        f"  disk    {amount(cost['disk_bytes'])} ({disk})",
+        f"  memory  {amount(cost['peak_bytes'])} at most",
+        f"  work    {large(cost['flops'])}FLOP, about {duration(cost['seconds'])} here",
+    ]
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Write seconds in the unit that suits."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _model_row(side: str, model: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        side,
+        model["model_type"],
+        large(model["parameters"]),
+        model["layers"],
+        model["kv_heads"],
+        model["head_size"],
+        amount(model["kv_bytes_per_token"]),
+    )

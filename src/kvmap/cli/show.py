@@ -1,0 +1,126 @@
+"""`kvmap show`: what a file is, where it comes from, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvmap.cli import options, report
+from kvmap.cli.output import Output, amount, figure, heat, table
+
+EXAMPLES = ("kvmap show m-l.map", "kvmap show m-l.layers --json")
+
+File = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Any artifact: a map, a report, a calibration, ...")
+]
+
+
+def run(file: File, as_json: options.Json = False) -> None:
+    """Describe an artifact: kind, provenance, tensors, content."""
+    from kvmap.artifacts import peek
+
+    kind = peek(file)
+    found = _calibration(file) if kind == "calibration" else _artifact(file)
+    out = Output(as_json)
+    out.document(found, lambda: "\n\n".join(_parts(found, out.stdout_colour)))
+
+
+def _artifact(path: Path) -> dict[str, Any]:
+    from kvmap.artifacts import open_artifact, read_json
+
+    if path.suffix == ".json":
+        data = read_json(path)
+        return {"file": str(path), "kind": data["kind"], "metadata": data, "tensors": {}}
+    opened = open_artifact(path)
+    tensors = {name: list(opened.shape(name)) for name in opened.names()}
+    found = {
+        "file": str(path),
+        "kind": opened.kind,
+        "sha256": opened.sha256,
+        "bytes": path.stat().st_size,
+        "metadata": opened.metadata,
+        "tensors": tensors,
+    }
+    return found | _content(path, opened.kind)
+
+
+def _content(path: Path, kind: str) -> dict[str, Any]:
+    """Return what a kind of artifact says beyond its header."""
+    if kind == "layers":
+        from kvmap.layers import load_layers
+
+        scores, layers, _ = load_layers(path)
+        held_out = scores.mean("held_out").tolist()
+        return {"chosen": [list(row) for row in layers], "held_out_r2": held_out}
+    if kind == "report":
+        from kvmap.evaluate.report import Report
+
+        return {"figures": Report.load(path).figures}
+    return {}
+
+
+def _calibration(path: Path) -> dict[str, Any]:
+    from kvmap.calibration import Calibration
+
+    opened = Calibration.open(path)
+    files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+    return {
+        "file": str(path),
+        "kind": "calibration",
+        "bytes": opened.bytes,
+        "metadata": opened.index,
+        "files": files,
+    }
+
+
+def _parts(found: dict[str, Any], colour: bool) -> list[str]:
+    head = f"{found['file']}: {found['kind']}"
+    if "bytes" in found:
+        head += f", {amount(found['bytes'])}"
+    parts = [head, provenance(found["metadata"])]
+    if "chosen" in found:
+        parts.append(heat(found["held_out_r2"], found["chosen"], colour))
+    if "figures" in found:
+        parts.append(report.render(found["figures"]))
+    elif found.get("tensors"):
+        shapes = [(name, "×".join(map(str, shape))) for name, shape in found["tensors"].items()]
+        parts.append(table(("tensor", "shape"), shapes))
+    if "files" in found:
+        files = [(name, amount(size)) for name, size in found["files"].items()]
+        parts.append(table(("file", "size"), files))
+    return [part for part in parts if part]
+
+
+def provenance(metadata: dict[str, Any]) -> str:
+    """Lay out a header's fields, one a line; models by name and shape, long lists cut short."""
+    lines: list[tuple[str, str]] = []
+    for key, value in metadata.items():
+        _flatten(key, value, lines)
+    width = max((len(key) for key, _ in lines), default=0)
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in lines)
+
+
+def _flatten(key: str, value: Any, lines: list[tuple[str, str]]) -> None:
+    if isinstance(value, dict) and "geometry" in value:
+        lines.append((key, _model(value)))
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            _flatten(f"{key}.{name}", part, lines)
+    elif isinstance(value, float):
+        lines.append((key, figure(value, 4)))
+    elif isinstance(value, list):
+        text = ", ".join(map(str, value))
+        lines.append((key, (text or "-") if len(text) <= 88 else f"{text[:80]} ... ({len(value)})"))
+    else:
+        lines.append((key, "-" if value is None else str(value)))
+
+
+def _model(signature: dict[str, Any]) -> str:
+    shape = signature["geometry"]
+    return (
+        f"{signature['name']} ({shape['model_type']}, {shape['layers']} layers, "
+        f"{shape['kv_heads']} KV heads of {shape['head_size']}, {signature['dtype']}, "
+        f"weights {signature['weights_digest'][:12]})"
+    )
