@@ -270,12 +270,12 @@ class _Chunk:
         return torch.cat(parts, dim=-1, out=place)
 
     def _product(self, affine: Affine, x: Tensor) -> Tensor:
-        """Return X·W + b as [G, B, T, H/G, D]."""
+        """Return X·W + b, or what else the part computes, as [G, B, T, H/G, D]."""
+        here = affine.each(lambda tensor: tensor.to(x.device, x.dtype, non_blocking=True))
         made = self.work.products[:, : x.shape[1]]
-        part = affine.each(lambda tensor: tensor.to(x.device, x.dtype, non_blocking=True))
-        if part.plain:
-            torch.baddbmm(part.bias[:, None], x, part.weight, out=made)
+        if here.plain:
+            torch.baddbmm(here.bias[:, None], x, here.weight, out=made)
         else:
-            made.copy_(part(x))
+            made.copy_(here(x))
         heads = self.cmap.target.geometry.kv_heads // self.work.layout.groups
         return self._rows(self.work.products, slice(None), heads)
