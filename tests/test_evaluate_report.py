@@ -1,0 +1,222 @@
+"""From a map to a report: contract, files, gates, evidence, resumption, errors."""
+
+import json
+from dataclasses import replace
+
+import measured
+import pytest
+from checkpoints import byte_tokenizer
+
+from kvmap import artifacts
+from kvmap.cli import report as layout
+from kvmap.errors import FloorMissed, UsageError
+from kvmap.evaluate import evaluation, evidence, gates, runner
+from kvmap.evaluate.arms import make_pair
+from kvmap.evaluate.evaluation import EvaluateOptions, evaluate
+from kvmap.evaluate.page import page
+from kvmap.evaluate.report import Report, build, json_path
+from kvmap.models import Checkpoint
+from kvmap.models.load import wrap
+
+ARMS = {
+    "native",
+    "source",
+    "mapped",
+    "raw_copy",
+    "random_map",
+    "wrong_document",
+    "zero",
+    "no_context",
+}
+SMALL = EvaluateOptions(tasks=("text", "demo"), limit=6, lengths=(64,), diagnosed=2)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return evaluate(*measured.twin(), SMALL)
+
+
+def test_figures_keep_the_contract(found):
+    figures = found.figures
+    assert set(figures["arms"]) == ARMS
+    for arm in figures["arms"].values():
+        assert {"accuracy", "nll", "kl", "top1"} <= set(arm)
+    assert {"retention", "gap_recovered", "n", "verdict"} <= set(figures)
+    assert figures["n"] == 6
+    assert figures["cosine"]["mean"] > 1 - 1e-5
+    assert figures["cosine"]["worst"] > 1 - 1e-5
+    assert set(figures["tasks"]) == {"text", "demo"}
+    assert figures["arms"]["mapped"]["kl"] == pytest.approx(0, abs=1e-5)
+    json.dumps(artifacts.without_nan(figures), allow_nan=False)
+
+
+def test_report_survives_its_files(found, tmp_path):
+    path = found.save(tmp_path / "a.report")
+    loaded = Report.load(path)
+    assert loaded.figures == json.loads(json.dumps(artifacts.without_nan(found.figures)))
+    assert set(loaded.tensors) == set(found.tensors)
+    assert loaded.labels["demo"] == found.labels["demo"]
+    assert loaded.tensors["tasks.demo.accuracy.mapped"].shape == (6,)
+    assert artifacts.read_json(json_path(path), "report")["verdict"] == found.verdict
+
+
+def test_equal_evaluations_give_equal_bytes(found, tmp_path):
+    again = evaluate(*measured.twin(), SMALL)
+    first, second = found.save(tmp_path / "a.report"), again.save(tmp_path / "b.report")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_interrupted_evaluation_goes_on_and_ends_the_same(found, tmp_path, monkeypatch):
+    journal, made = tmp_path / "journal.jsonl", []
+    score = runner._score
+
+    def failing(pair, task, unit, item, arms):
+        made.append((task.name, unit))
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return score(pair, task, unit, item, arms)
+
+    monkeypatch.setattr(runner, "_score", failing)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(*measured.twin(), SMALL, journal)
+    with journal.open("a") as file:
+        file.write('{"task": "text", "rec')  # killed while writing
+    resumed = evaluate(*measured.twin(), SMALL, journal)
+    assert len(made) == len(set(made)) + 1  # the item it died in, and no other, is done twice
+    assert resumed.figures == found.figures
+    assert not journal.exists()
+
+
+def test_journal_of_another_evaluation_is_not_used(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    record = runner.Record(0, [{}], [[1.0]], [0], [], [], [])
+    runner.Journal.open(path, "one").add("task", record)
+    assert runner.Journal.open(path, "one").found == {("task", 0): record}
+    assert runner.Journal.open(path, "other").found == {}
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def _planted_report(cmap=None):
+    """Report on questions about the twin, optionally with another map in its place."""
+    right, source, target = measured.twin()
+    task = measured.questions()
+    pair = make_pair(right, source, target, task.items[0].context)
+    pair = replace(pair, cmap=cmap(pair)) if cmap else pair
+    scores = runner.run_task(pair, task)
+    return build([scores], None, evaluation.about(pair.cmap, EvaluateOptions()))
+
+
+def test_gates_pass_a_right_map_and_stop_a_content_free_one():
+    right = _planted_report()
+    gates.enforce(right.figures, gates.Gates(max_kl=0.01, min_margin=0.1, min_retention=0.9))
+    with pytest.raises(FloorMissed, match="content-free: another document's cache") as stopped:
+        gates.enforce(_planted_report(lambda pair: pair.zero).figures, gates.Gates())
+    assert stopped.value.exit_code == 3
+
+
+def test_gate_holds_the_end_of_the_interval_not_the_point():
+    figures = {
+        "verdict": "recovers",
+        "documents": 50,
+        "undefined": {},
+        "intervals": {"retention": [0.85, 0.99], "gap_recovered": None, "margin": [0.2, 0.4]},
+        "arms": {"mapped": {"intervals": {"kl": [0.01, 0.3]}}},
+        "cosine": {"mean": 0.95, "interval": [0.9, 0.97]},
+    }
+    check = lambda **floors: gates.check(figures, gates.Gates(**floors))  # noqa: E731
+    assert check(min_retention=0.84, min_margin=0.1, min_cosine=0.9, max_kl=0.3) == []
+    assert check(min_retention=0.92) == [
+        "retention may be as low as 0.850, below --min-retention 0.92"
+    ]
+    assert check(max_kl=0.2) == ["kl may be as high as 0.300, above --max-kl 0.2"]
+    assert "gap_recovered is undefined" in check(min_gap_recovered=0.1)[0]
+    assert len(check(min_margin=0.3, min_cosine=0.94)) == 2
+
+
+def test_too_few_documents_reach_no_floor():
+    figures = _planted_report().figures | {"verdict": "not enough items", "documents": 3}
+    assert "3 documents are not enough" in gates.check(figures, gates.Gates(min_margin=0.0))[0]
+
+
+def test_evidence_is_bound_to_the_map_and_its_verdict(found, tmp_path):
+    path = tmp_path / "a.map"
+    assert evidence.read(path) is None
+    measured.twin()[0].save(path)
+    with pytest.raises(UsageError, match=r"no evidence; run `kvmap eval --sign"):
+        evidence.require(path)
+    good = Report(found.figures | {"verdict": "recovers"})
+    evidence.sign(path, good, found.save(tmp_path / "a.report"))
+    assert evidence.require(path)["verdict"] == "recovers"
+    evidence.sign(path, Report(found.figures | {"verdict": "content-free"}))
+    with pytest.raises(UsageError, match="says 'content-free', expected 'recovers'"):
+        evidence.require(path)
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(UsageError, match="is evidence for another map"):
+        evidence.read(path)
+
+
+def test_edited_evidence_is_refused(found, tmp_path):
+    path = tmp_path / "a.map"
+    measured.twin()[0].save(path)
+    written = evidence.sign(path, Report(found.figures | {"verdict": "content-free"}))
+    written.write_text(written.read_text().replace("content-free", "recovers"))
+    with pytest.raises(UsageError, match="does not match its digest"):
+        evidence.read(path)
+
+
+def test_page_stands_alone(found):
+    text = page(found)
+    assert text.startswith("<!doctype html>")
+    assert "http://" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "")
+    for arm in ARMS:
+        assert arm in text
+    assert found.verdict in text
+
+
+def test_reports_are_laid_out_alone_and_side_by_side(found):
+    text = layout.render(found.figures)
+    assert f"verdict: {found.verdict}" in text
+    assert "wrong_document" in text
+    assert "undefined: the source is as good as native" in text
+    side = layout.compare([("one", found.figures), ("two", found.figures)])
+    assert side.splitlines()[0].split() == ["one", "two"]
+    assert "mapped accuracy" in side
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("dmeo",)}, "no task named 'dmeo'; did you mean demo"),
+        ({"tasks": ("xyzzy",)}, "no task named 'xyzzy'"),
+        ({"tasks": ("needle",), "lengths": (9000,)}, "reads at most 8192; pass a smaller"),
+        ({"tasks": ("demo",), "limit": 0}, "task demo has no items"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(options, message):
+    asked = replace(EvaluateOptions(limit=5), **options)
+    with pytest.raises(UsageError, match=message):
+        evaluate(*measured.twin(), asked)
+
+
+def test_other_models_and_other_tokenizers_are_refused():
+    cmap, source, target = measured.twin()
+    other = wrap(source.model, byte_tokenizer(reverse=True), Checkpoint("other", "planted"))
+    with pytest.raises(UsageError, match="cannot be compared: the tokenizers differ"):
+        evaluate(cmap, other, target)
+    with pytest.raises(UsageError, match="the map's source is source"):
+        evaluate(cmap, target, target)
+
+
+def test_conversation_with_a_right_map_does_not_drift():
+    options = EvaluateOptions(
+        tasks=("demo_conversations",), limit=20, lengths=(64,), diagnosed=0, history="own"
+    )
+    figures = evaluate(*measured.twin(), options).figures
+    task = figures["tasks"]["demo_conversations"]
+    assert task["drift"]["mean"] == pytest.approx(0)
+    assert task["drift"]["slope"] == pytest.approx(0)
+    assert list(task["by"]["turn"]) == [str(turn) for turn in range(1, 11)]
+    assert figures["arms"]["mapped"]["nll"] == pytest.approx(
+        figures["arms"]["native"]["nll"], abs=1e-4
+    )
+    assert figures["arms"]["mapped"]["kl"] < 1e-4

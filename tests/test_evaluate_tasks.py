@@ -1,0 +1,184 @@
+"""Tasks yield what they say; local rows are read in the hub's columns."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import byte_tokenizer
+
+from kvmap.errors import UsageError
+from kvmap.evaluate.harness import local
+from kvmap.evaluate.items import check, limited
+from kvmap.evaluate.tasks import TASKS, TaskOptions, conversations
+
+TOKENIZER = byte_tokenizer()
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real rows are not here")
+
+
+def _task(name, **options):
+    return TASKS[name](TaskOptions(TOKENIZER, **options))
+
+
+def _text(ids):
+    return TOKENIZER.decode(ids)
+
+
+def test_demo_asks_every_kind_and_length_and_keeps_to_the_limit():
+    task = limited(_task("demo", limit=22, lengths=(64, 128)), 22)
+    probes = [probe for item in task.items for probe in item.probes]
+    assert len(probes) == 22
+    assert {probe.labels["length"] for probe in probes} == {64, 128}
+    assert len({probe.labels["kind"] for probe in probes}) == 5
+    assert all(probe.choices[probe.gold] == probe.answer for probe in probes)
+    assert task.chance == pytest.approx(1 / 12, rel=0.01)
+    assert _text(task.items[0].context).startswith("here is a story .")
+
+
+def test_demo_is_seeded():
+    assert _task("demo", limit=5, seed=3) == _task("demo", limit=5, seed=3)
+    assert _task("demo", limit=5, seed=3) != _task("demo", limit=5, seed=4)
+
+
+def test_demo_refuses_lengths_its_world_cannot_write():
+    with pytest.raises(UsageError, match="64 to 4096 words, found --length 8"):
+        _task("demo", lengths=(8,))
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_needle_lies_at_its_depth_and_alone_answers(depth):
+    task = _task("needle", limit=15, lengths=(1200,))
+    items = [item for item in task.items if item.probes[0].labels["depth"] == depth]
+    assert len(items) == 3
+    for item in items:
+        probe = item.probes[0]
+        text, answer = _text(item.context), _text(probe.answer).strip()
+        assert 1050 < len(item.context) <= 1200
+        asked = set(_text(probe.prompt).split())
+        found = [s for s in text.split(" .") if answer in s.split() and asked & set(s.split())]
+        where = text.index(found[0]) / len(text)
+        assert where == pytest.approx(depth, abs=0.2)
+
+
+def test_text_scores_the_second_half_and_holds_one_token_back():
+    task = _task("perplexity", limit=3, lengths=(64,))
+    assert len(task.items) == 3
+    for item in task.items:
+        assert (len(item.context), len(item.probes[0].prompt), len(item.probes[0].answer)) == (
+            31,
+            1,
+            32,
+        )
+
+
+def test_demo_conversation_goes_on_from_the_turn_of_the_hand_over():
+    early = _task("demo_conversations", limit=20, lengths=(64,), turn=1).items[0]
+    late = _task("demo_conversations", limit=20, lengths=(64,), turn=4).items[0]
+    assert [probe.labels["turn"] for probe in late.probes] == list(range(4, 11))
+    said = "".join(_text(probe.prompt + probe.answer + probe.closing) for probe in early.probes[:3])
+    assert _text(late.context) == _text(early.context) + said
+    assert late.probes[0] == early.probes[3]
+
+
+def test_turn_past_the_end_is_refused():
+    with pytest.raises(UsageError, match="found --turn 11, expected 1 to 10"):
+        _task("coqa", turn=11)
+
+
+MESSAGES = [
+    {"role": "user", "content": "The box is red. Which colour?"},
+    {"role": "assistant", "content": "Red."},
+    {"role": "user", "content": "And its lid?"},
+    {"role": "assistant", "content": "Blue."},
+]
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_chat_file_is_cut_where_the_template_puts_the_assistant(tmp_path, turn):
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps(MESSAGES))
+    item = _task("chat", data=path, turn=turn).items[0]
+    whole = TOKENIZER.apply_chat_template(MESSAGES, tokenize=False)
+    parts = [item.context]
+    for probe in item.probes:
+        parts += [probe.prompt, probe.answer, probe.closing]
+    assert "".join(map(_text, parts)) == whole
+    assert _text(item.probes[-1].answer) == "Blue."
+    assert len(item.probes) == 3 - turn
+    assert item.context
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json", "neither JSON nor JSON lines"),
+        ('{"messages": [{"role": "user"}]}', "conversation 1 is no list of role and content"),
+    ],
+)
+def test_chat_file_that_is_not_one_is_refused(tmp_path, text, message):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        _task("chat", data=path)
+
+
+def test_chat_needs_a_file():
+    with pytest.raises(UsageError, match="--messages FILE"):
+        _task("chat")
+
+
+def test_empty_task_and_long_contexts_are_refused():
+    empty = limited(_task("demo", limit=5), 0)
+    with pytest.raises(UsageError, match="task demo has no items"):
+        check(empty, 100, "model")
+    with pytest.raises(UsageError, match=r"contexts of \d+ tokens, but tiny reads at most 100"):
+        check(_task("demo", limit=5), 100, "tiny")
+
+
+def test_missing_column_is_named(tmp_path):
+    folder = tmp_path / "coqa"
+    folder.mkdir()
+    (folder / "validation.jsonl").write_text('{"story": "s", "questions": []}\n')
+    with pytest.raises(UsageError, match=r"line 1 lacks the column 'answers'.*stanfordnlp/coqa"):
+        _task("coqa", data=tmp_path)
+
+
+def test_missing_folder_is_named(tmp_path):
+    with pytest.raises(UsageError, match="holds no folder coqa"):
+        _task("coqa", data=tmp_path)
+    with pytest.raises(UsageError, match="holds no folder piqa"):
+        local.specifications("piqa", tmp_path)
+
+
+def test_local_rows_of_a_harness_task_are_checked(tmp_path):
+    folder = tmp_path / "piqa"
+    folder.mkdir()
+    (folder / "validation.jsonl").write_text('{"goal": "g", "sol1": "a", "label": 0}\n')
+    with pytest.raises(UsageError, match=r"line 1 lacks the column 'sol2', expected goal, sol1"):
+        local.specifications("piqa", tmp_path)
+    with pytest.raises(UsageError, match="no local rows are known for it, expected one of arc_"):
+        local.specifications("drop", tmp_path)
+
+
+@shared
+@pytest.mark.parametrize("name", sorted(local.LOCAL))
+def test_every_shared_row_of_a_harness_task_has_its_columns(name):
+    found = local.specifications(name, SHARED)
+    assert len(found) == (57 if name == "mmlu" else 1)
+    assert found[0]["dataset_kwargs"]["data_files"]
+
+
+@shared
+def test_every_shared_conversation_is_read():
+    task = _task("coqa", data=SHARED, limit=None)
+    assert len(task.items) == 100
+    assert all(len(item.probes) == conversations.TURNS for item in task.items)
+    assert _text(task.items[0].probes[0].prompt).startswith("\nQ: ")
+
+
+@shared
+def test_shared_wikitext_is_cut_into_chunks():
+    task = _task("wikitext2", data=SHARED, limit=5)
+    assert len(task.items) == 5
+    assert all(len(item.context) == 1023 for item in task.items)
+    assert all(len(item.probes[0].answer) == 1024 for item in task.items)
