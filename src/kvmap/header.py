@@ -31,6 +31,7 @@ MADE_BY = {
     "moments": "kvmap collect SOURCE TARGET -o CALIB",
     "layers": "kvmap select-layers CALIB -o LAYERS",
     "map": "kvmap fit SOURCE TARGET -o MAP",
+    "polish": "kvmap fit SOURCE TARGET --polish STEPS -o MAP",
     "cache": "kvmap transfer MAP --prompt TEXT -o CACHE",
     "report": "kvmap eval MAP -o REPORT",
 }

@@ -52,6 +52,11 @@ class MapOptions:
         return int(self.exact_first)
 
     @property
+    def anchor_layer(self) -> int:
+        """The target's own layer that is an input of the mapped ones, where `anchor` is set."""
+        return max(self.exact_layers, 1) - 1
+
+    @property
     def shared(self) -> bool:
         """Whether keys and values are predicted from the same inputs."""
         return self.joint

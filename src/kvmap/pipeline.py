@@ -10,16 +10,19 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from kvmap import fit
+from kvmap import fit, models
 from kvmap.calibration import INDEX, Calibration
 from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit import FitScores, Recipe, Splits
+from kvmap.fit.job import Opener
+from kvmap.fit.polish import PolishOptions, polish
 from kvmap.geometry import json_digest
 from kvmap.layers import (
     LayerScores,
@@ -191,7 +194,7 @@ def _completed(recipe: Recipe, calibration: Calibration) -> Recipe:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A map and how its fit went; `seconds` is the time of the solve alone."""
+    """A map and how its fit went; `seconds` is the time from moments to map."""
 
     cmap: CacheMap
     scores: FitScores
@@ -203,8 +206,13 @@ def fit_map(
     layers: tuple[tuple[int, ...], ...],
     recipe: Recipe,
     progress: Progress,
+    openers: tuple[Opener, Opener] | None = None,
 ) -> Fitted:
     """Fit a map from a calibration and a choice of layers.
+
+    Args:
+        openers: Load the source and the target where the recipe runs them; by the names in
+            the calibration if not given.
 
     Raises:
         UsageError: The choice is not of this pair's layers.
@@ -212,12 +220,11 @@ def fit_map(
     recipe = _completed(recipe, calibration)
     _check_layers(calibration, layers)
     data = splits(calibration, recipe.options.native_head)
-    done = iter(range(1, len(layers) + 1))
+    named = (calibration.source.name, calibration.target.name)
+    openers = openers or tuple(partial(models.load, name) for name in named)
+    job = fit.Job(calibration, data, layers, recipe, openers, progress)
     started = time.perf_counter()
-    fitted, scores = fit.METHODS[recipe.method](
-        data, layers, recipe.options, recipe.ridge, lambda: progress("fit", next(done), len(layers))
-    )
-    seconds = time.perf_counter() - started
+    fitted, scores = fit.METHODS[recipe.method](job)
     cmap = CacheMap(
         calibration.source,
         calibration.target,
@@ -225,7 +232,20 @@ def fit_map(
         recipe.options,
         provenance(calibration, scores, recipe),
     )
-    return Fitted(cmap, scores, seconds)
+    if recipe.polish:
+        cmap = _polished(job, cmap)
+    return Fitted(cmap, scores, time.perf_counter() - started)
+
+
+def _polished(job: fit.Job, cmap: CacheMap) -> CacheMap:
+    """Polish a map on the calibration's own sequences; an interrupted polish is taken up."""
+    key = json_digest([job.calibration.digest, job.layers, fit.describe(job.recipe)])
+    checkpoint = cache_folder() / "polish" / f"{key[:24]}.safetensors"
+    checkpoint.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    sequences = tuple(job.calibration.token_ids(split) for split in ("train", "held_out"))
+    models = (job.open(0), job.open(1))
+    options = PolishOptions(steps=job.recipe.polish)
+    return polish(cmap, models, sequences, options, checkpoint, job.progress).cmap
 
 
 def _check_layers(calibration: Calibration, layers: tuple[tuple[int, ...], ...]) -> None:

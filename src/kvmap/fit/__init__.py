@@ -1,15 +1,17 @@
 """Make a map: one file per method, a dict of methods."""
 
 from kvmap.fit.closed_form import FitScores, Splits, fit_closed_form, layer_score
+from kvmap.fit.job import Job, closed_form
 from kvmap.fit.recipes import DEFAULT_RECIPE, RECIPES, Recipe, describe, recipe, with_assignment
 
-METHODS = {"closed-form": fit_closed_form}
+METHODS = {"closed-form": closed_form}
 
 __all__ = [
     "DEFAULT_RECIPE",
     "METHODS",
     "RECIPES",
     "FitScores",
+    "Job",
     "Recipe",
     "Splits",
     "describe",

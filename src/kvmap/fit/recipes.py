@@ -13,24 +13,38 @@ from kvmap.mapping import MapOptions
 
 @dataclass(frozen=True)
 class Recipe:
-    """A preset: how to choose layers, the relative ridge, and the map's options."""
+    """A preset: how to choose layers, how to fit, and the map's options.
+
+    Attributes:
+        k: Source layers per target layer, or "auto".
+        ridge: Relative λ, or "auto".
+        options: Inputs, heads and exact parts.
+        method: A name in `kvmap.fit.METHODS`.
+        weights: "none", or "attention" to count rows by how much later queries read them.
+        polish: Steps of gradient descent on the target's own predictions afterwards.
+    """
 
     k: int | str
     ridge: float | str
     options: MapOptions
     method: str = "closed-form"
+    weights: str = "none"
+    polish: int = 0
 
+
+_BEST = MapOptions(joint=True, anchor=True, exact_first=True, native_head=4, native_tail=64)
 
 RECIPES = {
     # arXiv 2608.03893: all heads, no exact parts, hold-back of one token.
     "paper": Recipe(8, 1e-2, MapOptions()),
-    # arXiv 2609.00891 without its row weights: each head reads its own.
-    "cachebridge": Recipe(8, 1e-2, MapOptions(heads="matched")),
-    "kvmap": Recipe(
-        "auto",
-        "auto",
-        MapOptions(joint=True, anchor=True, exact_first=True, native_head=4, native_tail=64),
-    ),
+    # arXiv 2609.00891: each head reads its own, rows count by how they are read.
+    "cachebridge": Recipe(8, 1e-2, MapOptions(heads="matched"), weights="attention"),
+    # The best closed form.
+    "kvmap": Recipe("auto", "auto", _BEST),
+    # The same with each head reading its own: about H times fewer weights.
+    "kvmap-matched": Recipe(4, "auto", replace(_BEST, heads="matched")),
+    # The best there is: the same cost at use, minutes more to make.
+    "kvmap-max": Recipe("auto", "auto", _BEST, polish=256),
 }
 DEFAULT_RECIPE = "kvmap"
 

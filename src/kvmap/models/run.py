@@ -46,13 +46,13 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp_min(0)
 
 
-@torch.no_grad()
 def prefill(
     loaded: LoadedModel,
     token_ids: Tensor,
     mask: Tensor | None = None,
     past: KVCache | None = None,
     keep_logits: int = 1,
+    gradient: bool = False,
 ) -> tuple[KVCache, Tensor]:
     """Run tokens [B, T] and return the cache of all tokens, those of `past` first, and logits.
 
@@ -60,6 +60,7 @@ def prefill(
         mask: [B, T] bool, False on padding. Pads may stand on either side.
         past: What the model has read before; not modified.
         keep_logits: Number of last tokens whose logits are returned; 0 for all.
+        gradient: Let autograd follow `past` through the model, as far as it does outside.
 
     Returns:
         The cache [B, H, T_past + T, D] and logits [B, keep_logits, vocabulary].
@@ -67,14 +68,15 @@ def prefill(
     token_ids = token_ids.to(loaded.device)
     positions, masks, full_mask = _place(token_ids, mask, past)
     built = _start(loaded, past)
-    logits = loaded.model(
-        input_ids=token_ids,
-        position_ids=positions,
-        attention_mask=masks,
-        use_cache=True,
-        logits_to_keep=keep_logits,
-        **{cache_keyword(loaded.model): built},
-    ).logits
+    with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
+        logits = loaded.model(
+            input_ids=token_ids,
+            position_ids=positions,
+            attention_mask=masks,
+            use_cache=True,
+            logits_to_keep=keep_logits,
+            **{cache_keyword(loaded.model): built},
+        ).logits
     if past is not None:
         positions = torch.cat((past.positions.to(positions.device), positions), dim=1)
         known = past.token_ids is not None

@@ -1,0 +1,119 @@
+"""What the target says after a mapped context, differentiable in the map's weights.
+
+A lesson is a batch of sequences cut at a token: the source has read the context, the target
+has read everything natively. The mapped cache replaces the target's own between the native
+head and the cut; the target, frozen, then reads on. Only that continuation is on the tape, so
+memory grows with its length, not with the context's. The loss is
+
+    KL(native ‖ mapped) per token + ρ·mean over layers and kinds of ‖ŷ - y‖² / ‖y - ȳ‖².
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmap import metrics
+from kvmap.cache import KVCache, concat
+from kvmap.columns import KINDS
+from kvmap.mapping import CacheMap, LayerMap
+from kvmap.models import LoadedModel, prefill
+from kvmap.rope import rotate_with_gradient, strip
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """A batch of contexts, what follows them, and what the target itself makes of both.
+
+    Attributes:
+        source: The source's cache of the tokens to map.
+        native: The target's own cache of the head and the tokens to map.
+        head: Tokens of the native head.
+        token_ids: [B, Q + 1]: the last token of the context and the continuation.
+        logits: [B, Q + 1, V], the target's own at these tokens.
+    """
+
+    source: KVCache
+    native: KVCache
+    head: int
+    token_ids: Tensor
+    logits: Tensor
+
+
+def lesson(
+    cmap: CacheMap, models: tuple[LoadedModel, LoadedModel], token_ids: Tensor, continuation: int
+) -> Lesson:
+    """Let both models read sequences [B, T] whose last `continuation` tokens are to predict."""
+    source, target = models
+    cut = token_ids.shape[1] - continuation - 1
+    head = min(cmap.options.native_head, cut - 1)
+    read, _ = prefill(source, token_ids[:, :cut])
+    native, logits = prefill(target, token_ids, keep_logits=continuation + 1)
+    middle = read.slice(head, cut).to(target.device, torch.float32)
+    return Lesson(middle, native.slice(0, cut), head, token_ids[:, cut:], logits.float())
+
+
+def loss(
+    cmap: CacheMap, target: LoadedModel, given: Lesson, reconstruction: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and its KL(native ‖ mapped), nats per token of the continuation."""
+    own = given.native.slice(given.head, given.native.tokens)
+    mapped = map_with_gradient(cmap, given.source, own)
+    past = concat(given.native.slice(0, given.head), mapped) if given.head else mapped
+    past = past.to(dtype=target.dtype)
+    _, logits = prefill(target, given.token_ids, past=past, keep_logits=0, gradient=True)
+    divergence = metrics.kl_divergence(given.logits, logits.float()).mean()
+    if not reconstruction:
+        return divergence, divergence
+    return divergence + reconstruction * relative_error(cmap, mapped, own), divergence
+
+
+def map_with_gradient(cmap: CacheMap, source: KVCache, own: KVCache) -> KVCache:
+    """Return what `cmap.apply` does, made of operations that autograd can follow.
+
+    Args:
+        own: The target's own cache of the same tokens; its exact layers and anchor are used.
+    """
+    tables = cmap.target.geometry.rope
+    entries = {}
+    for at in cmap.source_layers:
+        content = strip(source.keys[at], source.positions, cmap.source.geometry.rope[at])
+        entries[at] = {"key": content, "value": source.values[at].float()}
+    anchors = []
+    if cmap.options.anchor:
+        at = cmap.options.anchor_layer
+        anchors = [strip(own.keys[at], own.positions, tables[at]), own.values[at].float()]
+    keys, values = list(own.keys), list(own.values)
+    for at, layer in enumerate(cmap.layers):
+        if layer is not None:
+            key, value = (_predict(cmap, layer, kind, entries, anchors) for kind in KINDS)
+            keys[at], values[at] = rotate_with_gradient(key, own.positions, tables[at]), value
+    return KVCache(tuple(keys), tuple(values), own.positions, own.token_ids, own.mask)
+
+
+def _predict(
+    cmap: CacheMap, layer: LayerMap, kind: str, entries: dict, anchors: list[Tensor]
+) -> Tensor:
+    """Return one layer's content keys or values [B, H_t, T, D_t]."""
+    kinds = KINDS if cmap.options.joint else (kind,)
+    inputs = [entries[at][part] for at in layer.source_layers for part in kinds]
+    if cmap.options.heads == "matched":
+        inputs = [tensor[:, list(cmap.options.assignment)] for tensor in inputs]
+        return layer.of(kind)(torch.cat((*inputs, *anchors), dim=-1))
+    flat = [tensor.transpose(1, 2).flatten(2) for tensor in (*inputs, *anchors)]
+    made = layer.of(kind)(torch.cat(flat, dim=-1)[:, None])[:, 0]  # [B, T, H_t·D_t]
+    return made.unflatten(-1, (cmap.target.geometry.kv_heads, -1)).transpose(1, 2)
+
+
+def relative_error(cmap: CacheMap, mapped: KVCache, own: KVCache) -> Tensor:
+    """Return ‖ŷ - y‖² / ‖y - ȳ‖², mean over mapped layers and over keys and values."""
+    errors = []
+    for at, layer in enumerate(cmap.layers):
+        for found, wanted in ((mapped.keys, own.keys), (mapped.values, own.values)):
+            if layer is not None:
+                truth = wanted[at].float()
+                spread = (truth - truth.mean((0, 2), keepdim=True)).square().sum()
+                errors.append((found[at] - truth).square().sum() / spread.clamp_min(1e-12))
+    return torch.stack(errors).mean()
