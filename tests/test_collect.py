@@ -34,8 +34,8 @@ KEPT = range(0, LENGTH, STRIDE)
 def run(loaded):
     """Return a function that collects PAIR into a folder."""
 
-    def go(out, options=OPTIONS, ids=None, text=TEXT, **rest) -> Calibration:
-        openers = tuple(lambda name=name: loaded(name) for name in PAIR)
+    def go(out, options=OPTIONS, ids=None, text=TEXT, pair=PAIR, **rest) -> Calibration:
+        openers = tuple(lambda name=name: loaded(name) for name in pair)
         ids = token_ids(SEQUENCES, LENGTH) if ids is None else ids
         return collect(openers, ids, out, options, text, **rest)
 
@@ -178,11 +178,12 @@ def test_what_holds_text_is_for_its_owner_only(run, tmp_path):
 # --- interruption
 
 
-def killed_at(step: int, place: str, action) -> bool:
-    """Run `action` in a child that is killed at its `step`-th change of the folder.
+LITTLE = {"ids": token_ids(4, 9), "pair": ("qwen3_small", "llama_default")}
+LITTLE_OPTIONS = dataclasses.replace(OPTIONS, shard=2, heads="matched", joint=False)
 
-    Args:
-        place: "before" or "after" the change; a kill in between is what the change is for.
+
+def killed_after(step: int, action) -> bool:
+    """Run `action` in a child that is killed after its `step`-th change of the folder.
 
     Returns:
         Whether the child was killed; False where it ended before that many changes.
@@ -197,8 +198,6 @@ def killed_at(step: int, place: str, action) -> bool:
             def change(*args, **kwargs):
                 nonlocal count
                 count += 1
-                if count == step and place == "before":
-                    os.kill(os.getpid(), signal.SIGKILL)
                 result = original(*args, **kwargs)
                 if count == step:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -222,26 +221,24 @@ def quick(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-@pytest.mark.parametrize("dump", [True, False])
+@pytest.mark.parametrize(("dump", "stride"), [(False, 1), (True, 3)])
 def test_killed_anywhere_it_resumes_to_the_same_bytes(
-    run, tmp_path, monkeypatch, quick, dump, place
+    run, tmp_path, monkeypatch, quick, dump, stride
 ):
-    """SIGKILL around every file that appears or goes; partial moments after every shard."""
+    """SIGKILL after every file that appears or goes; partial moments after every shard."""
     monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
-    options = dataclasses.replace(OPTIONS, dump=dump, shard=2)
-    ids = token_ids(4, 9)
-    run(tmp_path / "whole", options, ids)
+    options = dataclasses.replace(LITTLE_OPTIONS, dump=dump)
+    run(tmp_path / "whole", options, **LITTLE)
     expected = contents(tmp_path / "whole")
-    for step in range(1, 60):
+    for step in range(1, 60, stride):
         out = tmp_path / f"{step}"
-        if not killed_at(step, place, lambda out=out: run(out, options, ids)):
+        if not killed_after(step, lambda out=out: run(out, options, **LITTLE)):
             break
         if not (out / "index.json").exists():
             with pytest.raises(UsageError, match=r"found (an unfinished run|no calibration)"):
                 Calibration.open(out)
         if (out / "run.json").exists() or not (out / "index.json").exists():
-            run(out, options, ids)
+            run(out, options, **LITTLE)
         assert contents(out) == expected, step
     assert step > 10
 
@@ -306,11 +303,11 @@ def test_damaged_shard_of_an_interrupted_run_is_not_taken(run, tmp_path):
 
 def test_clear_killed_anywhere_can_be_done_again(run, tmp_path, quick):
     """What is left in between passes for nothing."""
-    whole = run(tmp_path / "whole", ids=token_ids(2, 9)).path
+    whole = run(tmp_path / "whole", LITTLE_OPTIONS, **LITTLE).path
     for step in range(1, 30):
         out = tmp_path / f"{step}"
         shutil.copytree(whole, out)
-        if not killed_at(step, "after", lambda out=out: clear(out)):
+        if not killed_after(step, lambda out=out: clear(out)):
             break
         with pytest.raises(UsageError, match=r"found (an unfinished run|no calibration)"):
             Calibration.open(out)
@@ -423,13 +420,14 @@ def test_merging_leaves_the_parts_alone(halves, tmp_path):
     assert [contents(part.path) for part in parts] == before
 
 
-def test_merge_killed_anywhere_can_be_done_again(halves, tmp_path, quick):
-    parts = halves()
+def test_merge_killed_anywhere_can_be_done_again(run, tmp_path, quick):
+    one, other = LITTLE | {"ids": token_ids(4, 9)[:2]}, LITTLE | {"ids": token_ids(4, 9)[2:]}
+    parts = [run(tmp_path / n, LITTLE_OPTIONS, **half) for n, half in (("a", one), ("b", other))]
     merge(parts, tmp_path / "whole")
     expected = contents(tmp_path / "whole")
     for step in range(1, 30):
         out = tmp_path / f"{step}"
-        if not killed_at(step, "after", lambda out=out: merge(parts, out)):
+        if not killed_after(step, lambda out=out: merge(parts, out)):
             break
         if (out / "run.json").exists() or not (out / "index.json").exists():
             merge(parts, out)
