@@ -8,7 +8,7 @@ import torch
 
 from kvmap.evaluate import arms, runner, summary
 from kvmap.evaluate.items import Item, Probe, wrong_context
-from kvmap.mapping import MapOptions
+from kvmap.mapping import Affine, MapOptions
 from kvmap.models import prefill
 
 
@@ -99,3 +99,26 @@ def test_raw_copy_needs_equal_heads(twin):
     narrow = replace(cmap.target, geometry=replace(cmap.target.geometry, head_size=8))
     assert arms.applies("raw_copy", cmap)
     assert not arms.applies("raw_copy", replace(cmap, target=narrow))
+
+
+@pytest.mark.parametrize("form", ["factors", "network"])
+def test_random_map_follows_any_form_of_a_part(form):
+    """A part of two factors, or with a network beside it, is a shuffle before and a turn after."""
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    steps = (Affine(draw(2, 6, 8), draw(2, 8)), Affine(draw(2, 8, 4), torch.zeros(2, 4)))
+    part = {
+        "factors": Affine(draw(2, 6, 3), torch.zeros(2, 4), up=draw(2, 3, 4)),
+        "network": Affine(draw(2, 6, 4), torch.zeros(2, 4), network=steps),
+    }[form]
+    found = arms._scramble(part, torch.Generator().manual_seed(6))
+    other = torch.Generator().manual_seed(6)
+    order = torch.stack([torch.randperm(6, generator=other) for _ in range(2)])
+    signs = torch.randint(0, 2, (2, 6, 1), generator=other) * 2.0 - 1.0
+    turn = torch.linalg.qr(torch.randn(2, 4, 4, generator=other, dtype=torch.float64)).Q.float()
+    x = draw(5, 2, 3, 6)
+    # Row i of the new weight is row order[i] of the old: entry i of x meets what order[i] met.
+    undone = torch.empty_like(x)
+    for group in range(2):
+        undone[:, group][..., order[group]] = x[:, group] * signs[group, :, 0]
+    assert torch.allclose(found(x), part(undone) @ turn, atol=1e-4)

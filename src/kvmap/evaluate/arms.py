@@ -26,7 +26,7 @@ from kvmap.cache import KVCache, concat
 from kvmap.columns import KINDS
 from kvmap.evaluate.items import Ids, tensor
 from kvmap.handoff import handoff, map_middle, tail_length
-from kvmap.mapping import Affine, CacheMap, LayerMap
+from kvmap.mapping import Affine, CacheMap
 from kvmap.models import LoadedModel, prefill
 from kvmap.rope import strip
 
@@ -73,7 +73,8 @@ def make_pair(
     cmap = cmap.to(target.device)
     cache = prefill(source, tensor(sample))[0].to(target.device)
     random = match_moments(cmap, random_map(cmap, seed), target, cache)
-    return Pair(cmap, source, target, random, _scaled(cmap, 0.0))
+    zero = cmap.each(lambda _, part: part.each(torch.zeros_like))
+    return Pair(cmap, source, target, random, zero)
 
 
 def _native(pair: Pair, reading: Reading) -> KVCache:
@@ -178,37 +179,59 @@ def random_map(cmap: CacheMap, seed: int) -> CacheMap:
     """Return a map whose weights have the same singular values in random directions.
 
     Inputs are shuffled with random signs, outputs turned by a random orthogonal matrix: both
-    leave singular values alone and cost far less than a decomposition.
+    leave singular values alone and cost far less than a decomposition. Biases are kept.
     """
     generator = torch.Generator().manual_seed(seed)
-    turn = lambda part: Affine(_scramble(part.weight, generator), part.bias)  # noqa: E731
-    return _with_parts(cmap, lambda _, layer, kind: turn(layer.of(kind)))
+    return cmap.each(lambda _, part: _scramble(part, generator))
 
 
-def _scramble(weight: Tensor, generator: torch.Generator) -> Tensor:
-    groups, p, q = weight.shape
-    made = []
-    for group in range(groups):
-        order = torch.randperm(p, generator=generator)
-        signs = torch.randint(0, 2, (p, 1), generator=generator) * 2.0 - 1.0
-        turn = torch.linalg.qr(torch.randn(q, q, generator=generator, dtype=torch.float64)).Q
-        shuffled = weight[group][order.to(weight.device)] * signs.to(weight)
-        made.append(shuffled @ turn.to(weight))
-    return torch.stack(made)
+def _scramble(part: Affine, generator: torch.Generator) -> Affine:
+    groups, p, _ = part.weight.shape
+    q = part.bias.shape[-1]
+    order = torch.stack([torch.randperm(p, generator=generator) for _ in range(groups)])
+    signs = torch.randint(0, 2, (groups, p, 1), generator=generator) * 2.0 - 1.0
+    turn = torch.linalg.qr(torch.randn(groups, q, q, generator=generator, dtype=torch.float64)).Q
+
+    def shuffled(weight: Tensor) -> Tensor:
+        rows = order.to(weight.device)[:, :, None].expand_as(weight)
+        return weight.gather(1, rows) * signs.to(weight)
+
+    turned = _after(_before(part, shuffled), lambda weight: weight @ turn.to(weight))
+    return replace(turned, bias=part.bias)
+
+
+def _before(part: Affine, change: Callable[[Tensor], Tensor]) -> Affine:
+    """Return a part whose weights on the inputs are changed: [G, p, *]."""
+    network = part.network
+    if network:
+        network = (replace(network[0], weight=change(network[0].weight)), *network[1:])
+    return replace(part, weight=change(part.weight), network=network)
+
+
+def _after(part: Affine, change: Callable[[Tensor], Tensor]) -> Affine:
+    """Return a part followed by a linear map of its outputs: tensors [G, *, q]."""
+    biased = lambda step: change(step.bias[:, None])[:, 0]  # noqa: E731
+    network = part.network
+    if network:
+        last = replace(network[-1], weight=change(network[-1].weight), bias=biased(network[-1]))
+        network = (*network[:-1], last)
+    factor = "weight" if part.up is None else "up"
+    changed = {factor: change(getattr(part, factor))}
+    return replace(part, bias=biased(part), network=network, **changed)
 
 
 def match_moments(cmap: CacheMap, other: CacheMap, target: LoadedModel, cache: KVCache) -> CacheMap:
     """Return `other` with the mean of each output, and the variance over all, that `cmap` has."""
     wanted, found = (_output_moments(m, target, cache) for m in (cmap, other))
 
-    def matched(index: int, layer: LayerMap, kind: str) -> Affine:
-        part = layer.of(kind)
-        (mean, spread), (other_mean, other_spread) = wanted[index, kind], found[index, kind]
+    def matched(at: tuple[int, str], part: Affine) -> Affine:
+        (mean, spread), (other_mean, other_spread) = wanted[at], found[at]
         scale = spread / other_spread.clamp_min(1e-12)
         shift = (mean - scale * other_mean).reshape(part.bias.shape)
-        return Affine(part.weight * scale, part.bias * scale + shift)
+        scaled = _after(part, lambda tensor: tensor * scale)
+        return replace(scaled, bias=scaled.bias + shift)
 
-    return _with_parts(other, matched)
+    return other.each(matched)
 
 
 def _output_moments(
@@ -225,16 +248,3 @@ def _output_moments(
             spread = rows.var(0, correction=0).mean().sqrt()
             moments[layer, kind] = rows.mean(0), spread
     return moments
-
-
-def _scaled(cmap: CacheMap, factor: float) -> CacheMap:
-    scale = lambda part: Affine(part.weight * factor, part.bias * factor)  # noqa: E731
-    return _with_parts(cmap, lambda _, layer, kind: scale(layer.of(kind)))
-
-
-def _with_parts(cmap: CacheMap, make: Callable[[int, LayerMap, str], Affine]) -> CacheMap:
-    layers = tuple(
-        layer and LayerMap(layer.source_layers, *(make(index, layer, kind) for kind in KINDS))
-        for index, layer in enumerate(cmap.layers)
-    )
-    return replace(cmap, layers=layers)

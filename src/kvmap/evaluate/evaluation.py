@@ -156,7 +156,8 @@ def map_digest(cmap: CacheMap) -> str:
     for layer in cmap.layers:
         digest.update(repr(layer and layer.source_layers).encode())
         for part in () if layer is None else (layer.key, layer.value):
-            for weights in (part.weight, part.bias):
+            for name, weights in sorted(part.tensors().items()):
+                digest.update(name.encode())
                 digest.update(weights.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
