@@ -245,7 +245,7 @@ def _polished(job: fit.Job, cmap: CacheMap) -> CacheMap:
     sequences = tuple(job.calibration.token_ids(split) for split in ("train", "held_out"))
     models = (job.open(0), job.open(1))
     options = PolishOptions(steps=job.recipe.polish)
-    return polish(cmap, models, sequences, options, checkpoint, job.progress).cmap
+    return polish(cmap, models, sequences, job.splits, options, checkpoint, job.progress).cmap
 
 
 def _check_layers(calibration: Calibration, layers: tuple[tuple[int, ...], ...]) -> None:

@@ -2,9 +2,10 @@
 
 from kvmap.fit.closed_form import FitScores, Splits, fit_closed_form, layer_score
 from kvmap.fit.job import Job, closed_form
+from kvmap.fit.network import mlp, residual
 from kvmap.fit.recipes import DEFAULT_RECIPE, RECIPES, Recipe, describe, recipe, with_assignment
 
-METHODS = {"closed-form": closed_form}
+METHODS = {"closed-form": closed_form, "mlp": mlp, "residual": residual}
 
 __all__ = [
     "DEFAULT_RECIPE",

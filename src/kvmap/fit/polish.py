@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from kvmap import artifacts
-from kvmap.errors import UsageError
+from kvmap.fit.closed_form import Splits
 from kvmap.fit.continuation import Lesson, lesson, loss
+from kvmap.fit.coordinates import Coordinates
 from kvmap.geometry import json_digest
-from kvmap.mapping import Affine, CacheMap
+from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
 
 Models = tuple[LoadedModel, LoadedModel]
@@ -35,10 +36,10 @@ class PolishOptions:
 
     Attributes:
         steps: At most.
-        rate: Of Adam, relative to the size of each tensor, which is its root mean square at
-            the start; rises over the first sixteenth, then falls to a tenth along a cosine.
+        rate: Of Adam, relative to the sizes in `kvmap.fit.coordinates`; rises over the first
+            sixteenth of the steps, then falls to a tenth along a cosine.
         batch: Sequences per step.
-        continuation: Tokens read on after the cut.
+        continuation: Tokens read on after the cut; at most a quarter of a sequence.
         every: Steps between looks at the held-out divergence.
         patience: Looks without gain before stopping.
         reconstruction: ρ, weight of the relative error of the cache itself.
@@ -72,6 +73,7 @@ def polish(
     cmap: CacheMap,
     models: Models,
     sequences: tuple[Tensor, Tensor],
+    splits: Splits,
     options: PolishOptions,
     checkpoint: Path | None = None,
     progress: Progress = lambda step, done, total: None,
@@ -81,14 +83,13 @@ def polish(
     Args:
         models: Source and target.
         sequences: Train and held-out token ids, [N, T] each.
+        splits: Moments that tell in which coordinates to step.
         checkpoint: File to resume from and to write to; removed at the end.
-
-    Raises:
-        UsageError: The sequences are too short.
     """
     train, held_out = sequences
-    _check(train, options)
-    run = _Run(cmap.to(models[1].device, torch.float32), options, json_digest(_key(cmap, options)))
+    options = replace(options, continuation=min(options.continuation, train.shape[1] // 4))
+    start = cmap.to(models[1].device, torch.float32)
+    run = _Run(start, Coordinates.of(start, splits), options, json_digest(_key(cmap, options)))
     run.resume(checkpoint)
     unseen = _unseen(cmap, models, held_out, options)
     if not run.history:
@@ -103,16 +104,8 @@ def polish(
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     made = {"options": asdict(options), "held_out_kl": {str(k): v for k, v in run.history.items()}}
-    best = run.with_tensors(run.best).to("cpu")
+    best = run.cmap(run.best).to("cpu") if min(run.history, key=run.history.get) else cmap
     return Polished(replace(best, provenance=cmap.provenance | {"polish": made}), run.history)
-
-
-def _check(train: Tensor, options: PolishOptions) -> None:
-    if train.shape[1] < 2 * options.continuation:
-        raise UsageError(
-            f"polish reads on for {options.continuation} tokens, found sequences of "
-            f"{train.shape[1]}; run `kvmap collect` with a larger --length"
-        )
 
 
 def _key(cmap: CacheMap, options: PolishOptions) -> list[Any]:
@@ -142,26 +135,26 @@ class _Run:
     """The state of a polish: weights, Adam's moments, the best weights so far."""
 
     start: CacheMap
+    coordinates: Coordinates
     options: PolishOptions
     key: str
     step: int = 0
     history: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.names = list(_named(self.start))
-        self.leaves = [t.clone().requires_grad_() for t in _named(self.start).values()]
-        groups = [{"params": [leaf], "size": _size(leaf)} for leaf in self.leaves]
+        found = self.coordinates.leaves(self.start)
+        self.names = list(found)
+        self.leaves = [leaf.detach().clone().requires_grad_() for leaf, _ in found.values()]
+        groups = [
+            {"params": [leaf], "size": size}
+            for leaf, (_, size) in zip(self.leaves, found.values(), strict=True)
+        ]
         self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
         self.best = [leaf.detach().clone() for leaf in self.leaves]
 
-    def with_tensors(self, tensors: list[Tensor]) -> CacheMap:
-        """Return the map with these tensors in place of its own."""
-        found = dict(zip(self.names, tensors, strict=True))
-
-        def part(place: tuple[int, str], own: Affine) -> Affine:
-            return Affine.of({name: found[(*place, name)] for name in own.tensors()})
-
-        return self.start.each(part)
+    def cmap(self, leaves: list[Tensor]) -> CacheMap:
+        """Return the map that these leaves stand for."""
+        return self.coordinates.cmap(self.start, dict(zip(self.names, leaves, strict=True)))
 
     def advance(self, given: Lesson, target: LoadedModel) -> None:
         """Take one step."""
@@ -169,7 +162,7 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["size"]
         self.optimizer.zero_grad()
-        total, _ = loss(self.with_tensors(self.leaves), target, given, self.options.reconstruction)
+        total, _ = loss(self.cmap(self.leaves), target, given, self.options.reconstruction)
         total.backward()
         torch.nn.utils.clip_grad_norm_(self.leaves, 1.0)
         self.optimizer.step()
@@ -178,7 +171,7 @@ class _Run:
     @torch.no_grad()
     def look(self, target: LoadedModel, unseen: list[Lesson]) -> None:
         """Note the held-out divergence and keep the weights if they are the best."""
-        current = self.with_tensors(self.leaves)
+        current = self.cmap(self.leaves)
         divergences = [float(loss(current, target, given)[1]) for given in unseen]
         found = sum(divergences) / len(divergences)
         if found < min(self.history.values(), default=float("inf")):
@@ -220,21 +213,6 @@ class _Run:
             self.optimizer.state[leaf] = {"step": torch.tensor(float(self.step)), **moments}
 
 
-def _size(leaf: Tensor) -> float:
-    # A tensor of zeros, as a network's last step starts, has no size of its own.
-    return float(leaf.detach().square().mean().sqrt()) or 0.01
-
-
 def _schedule(step: int, steps: int) -> float:
     rising = min(1.0, 16 * (step + 1) / steps)
     return rising * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-
-
-def _named(cmap: CacheMap) -> dict[tuple[int, str, str], Tensor]:
-    """Return all tensors of a map by (layer, kind, name)."""
-    return {
-        (at, kind, name): tensor
-        for at, layer in enumerate(cmap.layers)
-        for kind in (("key", "value") if layer else ())
-        for name, tensor in layer.of(kind).tensors().items()
-    }

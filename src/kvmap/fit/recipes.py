@@ -21,6 +21,7 @@ class Recipe:
         options: Inputs, heads and exact parts.
         method: A name in `kvmap.fit.METHODS`.
         weights: "none", or "attention" to count rows by how much later queries read them.
+        width: Of the networks of a method that has some; None for the method's own.
         polish: Steps of gradient descent on the target's own predictions afterwards.
     """
 
@@ -29,6 +30,7 @@ class Recipe:
     options: MapOptions
     method: str = "closed-form"
     weights: str = "none"
+    width: int | None = None
     polish: int = 0
 
 

@@ -1,0 +1,134 @@
+"""In which coordinates a map's weights are stepped.
+
+The inputs of a regression have large means and nearly dependent columns, so equal steps of its
+weights move the outputs by anything from nothing to everything. With mean x̄ and covariance
+C = LLᵀ of the inputs, y = xW + b is y = zV + c with z = (x - x̄)L⁻ᵀ white, W = L⁻ᵀV and
+b = c - x̄W. V and c are the leaves; a step of 1 is the output's own standard deviation,
+over √p for V. Where p is large, C's diagonal stands for C. A network's tensors are leaves as
+they are, a step of 1 being their root mean square.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvmap.columns import KINDS
+from kvmap.fit.closed_form import Splits, regressions
+from kvmap.mapping import Affine, CacheMap
+
+# Above this many inputs a full factor costs more than it brings.
+MOST_INPUTS = 4096
+# Relative to the mean variance: keeps directions without variance from counting as white.
+FLOOR = 1e-4
+
+Place = tuple[int, str]
+Name = tuple[int, str, str]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One part's inputs: mean [G, p], L⁻ᵀ [G, p, p] (diagonal: [G, p, 1]), and outputs' size."""
+
+    mean: Tensor
+    whiten: Tensor
+    spread: float
+
+    def weight(self, white: Tensor) -> Tensor:
+        """Return W for V."""
+        return self.whiten * white if self.whiten.shape[-1] == 1 else self.whiten @ white
+
+    def white(self, weight: Tensor) -> Tensor:
+        """Return V for W."""
+        if self.whiten.shape[-1] == 1:
+            return weight / self.whiten
+        return torch.linalg.solve_triangular(self.whiten, weight, upper=True)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The frames of a map's parts by (layer, kind)."""
+
+    frames: dict[Place, Frame]
+
+    @classmethod
+    def of(cls, cmap: CacheMap, splits: Splits) -> Coordinates:
+        """Take means and covariances from the training moments."""
+        frames, known = {}, {}
+        apart = replace(splits, weighted=True)
+        for index, layer in enumerate(cmap.layers):
+            for kind in KINDS if layer else ():
+                found = [
+                    (tuple(inputs), outputs)
+                    for inputs, outputs in regressions(
+                        apart, index, layer.source_layers, cmap.options
+                    )
+                    if outputs[0].kind == kind
+                ]
+                frames[index, kind] = _frame(splits, found, layer.of(kind).weight.device, known)
+        return cls(frames)
+
+    def leaves(self, cmap: CacheMap) -> dict[Name, tuple[Tensor, float]]:
+        """Return each leaf with the size of a step of 1."""
+        made = {}
+        for (index, kind), frame in self.frames.items():
+            part = cmap.layers[index].of(kind)
+            for name, tensor in part.tensors().items():
+                made[index, kind, name] = (tensor, _size(tensor))
+            place = (index, kind)
+            if part.up is None:
+                width = part.weight.shape[1]
+                made[*place, "weight"] = frame.white(part.weight), frame.spread / width**0.5
+            centre = part.bias + _through(frame.mean, part)
+            made[*place, "bias"] = centre, frame.spread
+        return made
+
+    def cmap(self, start: CacheMap, leaves: dict[Name, Tensor]) -> CacheMap:
+        """Return the map that leaves stand for."""
+
+        def part(place: Place, own: Affine) -> Affine:
+            frame = self.frames[place]
+            made = Affine.of({name: leaves[(*place, name)] for name in own.tensors()})
+            if own.up is None:
+                made = replace(made, weight=frame.weight(made.weight))
+            return replace(made, bias=made.bias - _through(frame.mean, made))
+
+        return start.each(part)
+
+
+def _through(mean: Tensor, part: Affine) -> Tensor:
+    """Return x̄W [G, q]."""
+    made = mean[:, None] @ part.weight
+    return (made if part.up is None else made @ part.up)[:, 0]
+
+
+def _size(tensor: Tensor) -> float:
+    # A tensor of zeros, as a network's last step starts, has no size of its own.
+    return float(tensor.square().mean().sqrt()) or 0.01
+
+
+def _frame(splits: Splits, found: list, device: torch.device, known: dict) -> Frame:
+    means, factors, variances = [], [], []
+    for inputs, outputs in found:
+        covariance = splits.train.covariance(list(inputs), outputs)
+        count = max(covariance.count, 1.0)
+        if inputs not in known:
+            known[inputs] = _whiten(covariance.gram / count).float().to(device)
+        factors.append(known[inputs])
+        means.append(covariance.input_mean.float().to(device))
+        variances.append(float(covariance.output_square.mean()) / count)
+    spread = (sum(variances) / len(variances)) ** 0.5
+    return Frame(torch.stack(means), torch.stack(factors), spread or 1.0)
+
+
+def _whiten(covariance: Tensor) -> Tensor:
+    """Return L⁻ᵀ of a covariance with a floor, upper triangular, or its diagonal [p, 1]."""
+    variance = covariance.diagonal()
+    floor = FLOOR * variance.mean().clamp_min(1e-12)
+    if len(covariance) > MOST_INPUTS:
+        return (variance + floor).rsqrt()[:, None]
+    identity = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    factor = torch.linalg.cholesky(covariance + floor * identity)
+    return torch.linalg.solve_triangular(factor.mT, identity, upper=True)

@@ -1,0 +1,204 @@
+"""Networks where a linear map fails, per target layer and kind, trained on the dumped rows.
+
+`mlp` is the fallback of arXiv 2608.03893, inputs → width → ReLU → width → ReLU → outputs, but
+with one network for all heads that share a regression. `residual` keeps the closed-form part
+frozen and adds inputs → width → ReLU → outputs whose last step starts at zero: it can only
+gain on the held-out rows, since the best epoch is kept and epoch 0 is the closed form.
+
+Inputs and errors are scaled to unit variance in training, Adam on the mean squared error;
+the scales end up in the first and the last step, so that nothing else is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvmap import artifacts
+from kvmap.calibration import Calibration
+from kvmap.columns import KINDS, Block
+from kvmap.errors import UsageError
+from kvmap.fit.closed_form import regressions
+from kvmap.fit.job import Job, Result, closed_form
+from kvmap.mapping import Affine, LayerMap
+
+EPOCHS = 20
+PATIENCE = 3
+BATCH = 4096
+RATE = 1e-3
+WIDTHS = {"mlp": 1024, "residual": 128}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs [G, n, p] and outputs [G, n, q] of one layer's keys or values."""
+
+    inputs: Tensor
+    outputs: Tensor
+
+
+def mlp(job: Job) -> Result:
+    """Fit networks in place of the closed form."""
+    return _networks(job, "mlp")
+
+
+def residual(job: Job) -> Result:
+    """Fit the closed form, then networks for what it leaves."""
+    return _networks(job, "residual")
+
+
+def _networks(job: Job, method: str) -> Result:
+    layers, scores = closed_form(job)
+    width = job.recipe.width or WIDTHS[method]
+    made = list(layers)
+    rows = _Rows(job)
+    for index, layer in enumerate(layers):
+        parts = []
+        for kind in KINDS if layer else ():
+            train, held_out = rows.samples(index, layer, kind)
+            part = _constant(layer.of(kind), train) if method == "mlp" else layer.of(kind)
+            sizes = (train.inputs.shape[2], *[width] * (2 if method == "mlp" else 1), -1)
+            part = trained(part, (train, held_out), sizes, seed=2 * index + len(parts))
+            for split, sample in (("train", train), ("held_out", held_out)):
+                getattr(scores, split)[kind][index] = _r2(part, sample, job)
+            parts.append(part)
+        if layer:
+            made[index] = LayerMap(layer.source_layers, *parts)
+        job.progress("networks", index + 1, len(layers))
+    return tuple(made), scores
+
+
+def _constant(part: Affine, sample: Sample) -> Affine:
+    """Return a part that gives the mean output whatever it is given."""
+    return Affine(torch.zeros_like(part.weight), sample.outputs.mean(1))
+
+
+def trained(
+    part: Affine, samples: tuple[Sample, Sample], sizes: tuple[int, ...], seed: int
+) -> Affine:
+    """Return the part with a network for its error added, or alone where none helps.
+
+    Args:
+        samples: To train on, and to choose the epoch on.
+        sizes: Inputs and widths of the steps; -1 stands for the outputs.
+        seed: Of the first weights and the order of rows.
+    """
+    train = samples[0]
+    mean, spread = train.inputs.mean(1, keepdim=True), train.inputs.std(1, keepdim=True)
+    spread = torch.where(spread > 0, spread, 1.0)
+    scale = (train.outputs - part(train.inputs)).std(1, keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)
+    ready = [
+        Sample((s.inputs - mean) / spread, (s.outputs - part(s.inputs)) / scale) for s in samples
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    groups, outputs = train.outputs.shape[0], train.outputs.shape[2]
+    steps = _start(groups, [outputs if size < 0 else size for size in sizes], generator)
+    best = _descend(steps, ready, generator)
+    if best is None:
+        return part
+    first, last = best[0], best[-1]
+    first = Affine(first.weight / spread.mT, first.bias - ((mean / spread) @ first.weight)[:, 0])
+    best = [first, *best[1:-1], Affine(last.weight * scale, last.bias * scale[:, 0])]
+    return replace(part, network=tuple(best))
+
+
+def _start(groups: int, sizes: list[int], generator: torch.Generator) -> list[Affine]:
+    """Return steps of random weights, the last of zeros."""
+    steps = []
+    for at, (p, q) in enumerate(pairwise(sizes)):
+        gain = 0.0 if at == len(sizes) - 2 else (2 / p) ** 0.5
+        weight = gain * torch.randn(groups, p, q, generator=generator)
+        steps.append(Affine(weight, torch.zeros(groups, q)))
+    return steps
+
+
+def _forward(steps: list[Affine], x: Tensor) -> Tensor:
+    for at, step in enumerate(steps):
+        x = step(x if at == 0 else x.relu())
+    return x
+
+
+def _descend(
+    steps: list[Affine], samples: list[Sample], generator: torch.Generator
+) -> list[Affine] | None:
+    """Return the steps of the best epoch, None where no epoch beats an output of zero."""
+    train, held_out = samples
+    leaves = [t.requires_grad_() for step in steps for t in (step.weight, step.bias)]
+    optimizer = torch.optim.Adam(leaves, lr=RATE)
+    best, least, since = None, float(held_out.outputs.square().mean()), 0
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(train.inputs.shape[1], generator=generator).split(BATCH):
+            optimizer.zero_grad()
+            found = _forward(steps, train.inputs[:, rows])
+            (found - train.outputs[:, rows]).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            error = float((_forward(steps, held_out.inputs) - held_out.outputs).square().mean())
+        since += 1
+        if error < least:
+            least, since = error, 0
+            best = [step.each(lambda tensor: tensor.detach().clone()) for step in steps]
+        if since >= PATIENCE:
+            break
+    return best
+
+
+def _r2(part: Affine, sample: Sample, job: Job) -> Tensor:
+    """Return R² per target head [H_t]."""
+    size = job.splits.target.head_size
+    truth = sample.outputs.double()
+    error = (truth - part(sample.inputs).double()).square().sum(1)
+    spread = (truth - truth.mean(1, keepdim=True)).square().sum(1)
+    error, spread = (t.flatten().unflatten(0, (-1, size)).sum(-1) for t in (error, spread))
+    return torch.where(spread > 0, 1 - error / spread.clamp_min(1e-300), 0.0)
+
+
+class _Rows:
+    """The dump of a calibration, read layer by layer."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.calibration: Calibration = job.calibration
+        if not self.calibration.index["shards"]:
+            raise UsageError(
+                f"{self.calibration.path}: networks need the rows, found moments alone; "
+                "run `kvmap collect` again without --no-dump"
+            )
+        position, sequence = (
+            torch.cat(list(self._column("source", name))) for name in ("position", "sequence")
+        )
+        kept = position >= job.recipe.options.native_head
+        out = self.calibration.sequences["held_out"][sequence]
+        self.members = (kept & ~out, kept & out)
+
+    def _column(self, side: str, name: str) -> Iterator[Tensor]:
+        for shard in self.calibration.index["shards"]:
+            path = self.calibration.path / shard[side]
+            yield artifacts.open_artifact(path, "dump", verify=False).tensor(name)
+
+    def _design(self, blocks: list[Block]) -> Tensor:
+        read = {}
+        for block in blocks:
+            name = (block.side, f"{block.kind}.{block.layer}")
+            if name not in read:
+                read[name] = torch.cat(list(self._column(*name))).float()
+        names = [(block.side, f"{block.kind}.{block.layer}") for block in blocks]
+        return torch.cat([read[n][:, b.head] for n, b in zip(names, blocks, strict=True)], dim=1)
+
+    def samples(self, index: int, layer: LayerMap, kind: str) -> tuple[Sample, Sample]:
+        """Return train and held-out rows of one target layer's keys or values."""
+        splits = replace(self.job.splits, weighted=True)  # keys and values apart
+        designs = [
+            (self._design(inputs), self._design(outputs))
+            for inputs, outputs in regressions(
+                splits, index, layer.source_layers, self.job.recipe.options
+            )
+            if outputs[0].kind == kind
+        ]
+        x, y = (torch.stack(side) for side in zip(*designs, strict=True))
+        return tuple(Sample(x[:, members], y[:, members]) for members in self.members)
