@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvmap import demo, fit, models, plan, text
 from kvmap.calibration import Calibration
 from kvmap.collect import CollectOptions, collect
 from kvmap.fit import Recipe
+from kvmap.fit.job import Opener
 from kvmap.geometry import Geometry, json_digest
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
@@ -200,9 +202,17 @@ class FitReport:
 
 
 def fit_calibration(
-    calibration: Calibration, request: FitRequest, progress: Progress, reused: tuple[str, ...] = ()
+    calibration: Calibration,
+    request: FitRequest,
+    progress: Progress,
+    reused: tuple[str, ...] = (),
+    openers: tuple[Opener, Opener] | None = None,
 ) -> FitReport:
-    """Choose layers and fit a map, or take both from the cache folder where they are there."""
+    """Choose layers and fit a map, or take both from the cache folder where they are there.
+
+    Args:
+        openers: Load both models where the recipe runs them; by name if not given.
+    """
     if request.layers is not None:
         from kvmap.layers import load_layers
 
@@ -219,7 +229,7 @@ def fit_calibration(
     if request.out is None and path.exists():
         cmap = CacheMap.load(path)
         return FitReport(cmap, path, layers_path, k, 0.0, (*reused, "fit"))
-    fitted = fit_map(calibration, layers, request.recipe, progress)
+    fitted = fit_map(calibration, layers, request.recipe, progress, openers)
     path.parent.mkdir(parents=True, exist_ok=True)
     fitted.cmap.save(path)
     return FitReport(fitted.cmap, path, layers_path, k, fitted.seconds, reused)
@@ -237,4 +247,6 @@ def fit_pair(
     found = read_text(names, text_options, loading)
     options = with_scope(options, geometries(names, loading), request.recipe)
     calibration, known = collect_pair(names, found, options, None, loading, progress)
-    return fit_calibration(calibration, request, progress, ("collect",) if known else ())
+    openers = tuple(partial(loading.open, name) for name in names)
+    reused = ("collect",) if known else ()
+    return fit_calibration(calibration, request, progress, reused, openers)

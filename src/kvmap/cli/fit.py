@@ -34,7 +34,29 @@ def run(
     ] = None,
     recipe: options.Recipe = None,
     k: options.K = None,
-    method: options.LayerMethod = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            metavar="top|greedy|mlp|residual",
+            help="How to choose layers, top or greedy; or fit networks. [default: top]",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights", metavar="none|attention", help="Count rows by how much they are read."
+        ),
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option("--width", metavar="N", help="Width of the networks.")
+    ] = None,
+    polish: Annotated[
+        int | None,
+        typer.Option(
+            "--polish", metavar="STEPS", help="Train the map through the frozen target; 0 not."
+        ),
+    ] = None,
     ridge: Annotated[
         str | None,
         typer.Option("--ridge", metavar="X|auto", help="Relative penalty; auto by held-out error."),
@@ -92,10 +114,19 @@ def run(
         "native_head": inputs.at_least("--native-head", native_head, 0),
         "native_tail": inputs.at_least("--native-tail", native_tail, 1),
     }
-    wanted = {"k": inputs.count_or_auto("-k", k), "ridge": inputs.ridge_or_auto(ridge)}
+    inputs.one_of("--method", method, "top", "greedy", "mlp", "residual")
+    networks = method in ("mlp", "residual")
+    wanted = {
+        "k": inputs.count_or_auto("-k", k),
+        "ridge": inputs.ridge_or_auto(ridge),
+        "method": method if networks else None,
+        "weights": inputs.one_of("--weights", weights, "none", "attention"),
+        "width": inputs.at_least("--width", width, 1),
+        "polish": inputs.at_least("--polish", polish, 0),
+    }
     request = FitRequest(
         inputs.edited_recipe(recipe, wanted, parts),
-        inputs.one_of("--method", method, "top", "greedy") or "top",
+        "top" if networks or method is None else method,
         layers,
         output,
     )

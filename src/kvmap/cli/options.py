@@ -77,7 +77,9 @@ HeldOut = Annotated[
 Recipe = Annotated[
     str | None,
     typer.Option(
-        "--recipe", metavar="NAME", help="Preset: kvmap, paper, cachebridge. [default: kvmap]"
+        "--recipe",
+        metavar="NAME",
+        help="Preset: kvmap, kvmap-matched, kvmap-max, paper, cachebridge. [default: kvmap]",
     ),
 ]
 K = Annotated[
