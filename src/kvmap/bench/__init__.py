@@ -1,17 +1,26 @@
 """How fast: what a handoff takes beside the target's own prefill, on this machine."""
 
-from kvmap.bench.clock import Timing, timings
+from kvmap.bench.clock import Clock, Timing, timings
 from kvmap.bench.machine import Machine, measure_machine
 from kvmap.bench.pair import BenchOptions, Context, bench_pair
+from kvmap.bench.plot import plot
 from kvmap.bench.prepare import prepared_map
+from kvmap.bench.run import Job, against_vllm, bench_maps, bench_shapes, jobs_of
 
 __all__ = [
     "BenchOptions",
+    "Clock",
     "Context",
+    "Job",
     "Machine",
     "Timing",
+    "against_vllm",
+    "bench_maps",
     "bench_pair",
+    "bench_shapes",
+    "jobs_of",
     "measure_machine",
+    "plot",
     "prepared_map",
     "timings",
 ]

@@ -45,18 +45,29 @@ class Timing:
         return {"p50_seconds": self.median, "p95_seconds": self.p95, "spread": self.spread}
 
 
-def now(device: torch.device) -> float:
-    """Return the time when the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+@dataclass(frozen=True)
+class Clock:
+    """Reads seconds once the device has done all it was given.
 
+    Attributes:
+        cpu_time: Count this process's time on the CPU, all threads together, instead of the
+            wall's: for a machine that does other work meanwhile.
+    """
 
-def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """Return what a function returned and the seconds it took."""
-    started = now(device)
-    result = run()
-    return result, now(device) - started
+    device: torch.device
+    cpu_time: bool = False
+
+    def now(self) -> float:
+        """Wait for the device and return the time."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.process_time() if self.cpu_time else time.perf_counter()
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        """Return what a function returned and the seconds it took."""
+        started = self.now()
+        result = run()
+        return result, self.now() - started
 
 
 def timings(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvmap.bench.clock import timed
+from kvmap.bench.clock import Clock
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 31}
@@ -29,6 +29,7 @@ class Machine:
     threads: int
     dtype: str
     torch: str
+    clock: str
     matmul_flops: float
     copy_bytes: float
 
@@ -37,21 +38,23 @@ class Machine:
         return asdict(self)
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure a device's matmul and copy peaks."""
+def measure_machine(clock: Clock, dtype: torch.dtype) -> Machine:
+    """Measure a device's matmul and copy peaks, in seconds of the clock that the bench uses."""
+    device = clock.device
     kind = "cuda" if device.type == "cuda" else "cpu"
     size = MATMUL_SIZE[kind]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = min(timed(lambda: a @ b, device)[1] for _ in range(TRIES))
+    product = min(clock.timed(lambda: a @ b)[1] for _ in range(TRIES))
     x = torch.zeros(COPY_BYTES[kind] // 4, device=device)
     y = torch.empty_like(x)
-    copy = min(timed(lambda: y.copy_(x), device)[1] for _ in range(TRIES))
+    copy = min(clock.timed(lambda: y.copy_(x))[1] for _ in range(TRIES))
     return Machine(
         str(device),
         torch.cuda.get_device_name(device) if kind == "cuda" else _cpu_name(),
         torch.get_num_threads(),
         str(dtype).removeprefix("torch."),
         torch.__version__,
+        "CPU time" if clock.cpu_time else "wall",
         2 * size**3 / product,
         2 * x.nbytes / copy,
     )

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from kvmap import models
 from kvmap.bench.costs import attention_flops
-from kvmap.bench.machine import measure_machine
+from kvmap.bench.pair import BenchOptions
+from kvmap.bench.run import Job, machine_of
+from kvmap.bench.shapes import config_of
 from kvmap.fit import DEFAULT_RECIPE, recipe, with_assignment
-from kvmap.models.load import load_config, parameter_count, pick_device, pick_dtype, shape_of
+from kvmap.models.load import parameter_count, pick_device, pick_dtype, shape_of
 from kvmap.pair import Loading
 from kvmap.plan import map_flops_per_token
 
-Job = tuple[Path | None, tuple[str, str], str]
 # A round prefills once on either side, and the bench runs at least about this many rounds.
 ROUNDS = 3
 AUTO_K = 8
@@ -25,10 +22,11 @@ def plan(jobs: list[Job], contexts: list[int], loading: Loading) -> list[dict[st
     """Return, for each job and context, bytes of both caches, FLOPs and rough seconds."""
     place = pick_device(loading.device)
     dtype = pick_dtype(loading.dtype, place)
-    rate = measure_machine(torch.device(place), dtype).matmul_flops
+    rate = machine_of(loading, BenchOptions()).matmul_flops
     rows = []
-    for _, names, name in jobs:
-        configs = [load_config(models.resolve(side)) for side in names]
+    for job in jobs:
+        names, name = job.names, job.recipe
+        configs = [config_of(side) for side in names]
         shapes = [shape_of(config) for config in configs]
         chosen = recipe(name or DEFAULT_RECIPE)
         k = AUTO_K if chosen.k == "auto" else int(chosen.k)
@@ -42,7 +40,7 @@ def plan(jobs: list[Job], contexts: list[int], loading: Loading) -> list[dict[st
                 {
                     "source": names[0],
                     "target": names[1],
-                    "recipe": name or None,
+                    "recipe": name,
                     "tokens": tokens,
                     "cache_bytes": tokens
                     * sum(shape.kv_bytes_per_token(dtype.itemsize) for shape in shapes),

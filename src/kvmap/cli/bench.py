@@ -54,6 +54,20 @@ def run(
     repeats: Annotated[
         int | None, typer.Option("--repeats", metavar="N", help="Exactly so many rounds instead.")
     ] = None,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Build --pair from configs alone; no download."),
+    ] = False,
+    against: Annotated[
+        str, typer.Option("--against", metavar="ENGINE", help="Whose prefill to beat: hf or vllm.")
+    ] = "hf",
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="IMAGE", help="Draw latency by context.")
+    ] = None,
+    cpu_time: Annotated[
+        bool,
+        typer.Option("--cpu-time", help="Count CPU seconds, on a machine that does other work."),
+    ] = False,
     min_speedup: Annotated[
         float | None,
         typer.Option("--min-speedup", metavar="X", help="Exit 3 if a warm speed-up is lower."),
@@ -66,16 +80,24 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Time a handoff and the target's own prefill, part by part."""
+    from kvmap import bench
     from kvmap.pair import Loading
 
     out = Output(as_json, quiet)
-    contexts = parse_contexts(context)
-    loading = Loading(device, dtype)
-    jobs = _jobs(map_file, pair, both, recipe)
+    contexts, loading = parse_contexts(context), Loading(device, dtype)
+    jobs = bench.jobs_of(map_file, pair, both, recipe)
     if dry_run:
         _plan(out, jobs, contexts, loading)
         return
-    document = _measure(out, jobs, contexts, loading, _bench_options(budget, repeats, seed))
+    _check(against, plot, random_weights, map_file)
+    asked = _bench_options(budget, repeats, seed, cpu_time)
+    measure = bench.bench_shapes if random_weights else bench.bench_maps
+    with out.progress() as progress:
+        document = measure(jobs, contexts, loading, asked, progress)
+    if against == "vllm":
+        bench.against_vllm(document, jobs, loading, asked)
+    if plot is not None:
+        document["plot"] = str(bench.plot(document["contexts"], plot))
     out.document(document, lambda: report(document))
     _hold_floor(document, min_speedup)
 
@@ -92,66 +114,27 @@ def parse_contexts(given: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _bench_options(budget: float | None, repeats: int | None, seed: int) -> Any:
+def _bench_options(budget: float | None, repeats: int | None, seed: int, cpu_time: bool) -> Any:
     from kvmap.bench import BenchOptions
 
     if repeats is not None and repeats < 1:
         raise UsageError(f"found --repeats {repeats}, expected at least 1")
-    asked = {"budget": budget, "repeats": repeats, "seed": seed}
+    asked = {"budget": budget, "repeats": repeats, "seed": seed, "cpu_time": cpu_time}
     return BenchOptions(**{key: value for key, value in asked.items() if value is not None})
 
 
-def _jobs(
-    map_file: Path | None, pair: str, both: bool, recipe: str | None
-) -> list[tuple[Path | None, tuple[str, str], str]]:
-    """Return what to measure: a map's file or None, the two models, the recipe."""
-    from kvmap.fit import DEFAULT_RECIPE
-    from kvmap.mapping import CacheMap
+def _check(against: str, plot: Path | None, random: bool, map_file: Path | None) -> None:
+    """Refuse what cannot be done, before any work."""
+    from kvmap.artifacts import refuse_overwrite
+    from kvmap.bench.against import check_engine
+    from kvmap.bench.plot import check_plotting
 
-    if map_file is not None:
-        cmap = CacheMap.load(map_file)
-        return [(map_file, (cmap.source.name, cmap.target.name), "")]
-    names = tuple(name.strip() for name in pair.split(","))
-    if len(names) != 2 or not all(names):
-        raise UsageError(f"found --pair {pair!r}, expected two models joined by a comma")
-    recipes = [name.strip() for name in (recipe or DEFAULT_RECIPE).split(",")]
-    ways = [names, names[::-1]] if both else [names]
-    return [(None, way, name) for way in ways for name in recipes]
-
-
-def _measure(
-    out: Output, jobs: list, contexts: list[int], loading: Loading, asked: Any
-) -> dict[str, Any]:
-    import torch
-
-    from kvmap import bench, models
-    from kvmap.models.load import pick_device, pick_dtype
-
-    place = pick_device(loading.device)
-    machine = bench.measure_machine(torch.device(place), pick_dtype(loading.dtype, place))
-    measured, maps = [], []
-    with out.progress() as progress:
-        for path, names, recipe in jobs:
-            cmap, path, load_seconds = _map_of(path, names, recipe, loading, progress)
-            source, target = (models.load(name, place, loading.dtype) for name in names)
-            cmap = cmap.to(target.device)
-            found = bench.bench_pair(cmap, source, target, contexts, asked, machine, progress)
-            measured += [{"recipe": recipe or None, **one.to_json()} for one in found]
-            maps.append({"map": str(path), "load_seconds": load_seconds})
-    return {"machine": machine.to_json(), "maps": maps, "contexts": measured}
-
-
-def _map_of(path: Path | None, names, recipe: str, loading: Loading, progress) -> tuple:
-    """Return a map, its file, and the seconds it takes to load."""
-    import time
-
-    from kvmap.bench import prepared_map
-    from kvmap.mapping import CacheMap
-
-    if path is None:
-        path = prepared_map(names, recipe, loading, progress=progress).path
-    started = time.perf_counter()
-    return CacheMap.load(path), path, time.perf_counter() - started
+    check_engine(against)
+    if random and (map_file is not None or against != "hf"):
+        raise UsageError("--random-weights goes with --pair, and neither with MAP nor vllm")
+    if plot is not None:
+        check_plotting()
+        refuse_overwrite(plot, force=True)
 
 
 def _plan(out: Output, jobs: list, contexts: list[int], loading: Loading) -> None:
@@ -196,11 +179,17 @@ def report(document: dict[str, Any]) -> str:
     machine = document["machine"]
     peaks = (machine["matmul_flops"] / 1e9, machine["copy_bytes"] / 1e9)
     last = (
-        f"{machine['name']}, {machine['threads']} threads, {machine['dtype']}: "
+        f"{machine['name']}, {machine['threads']} threads, {machine['dtype']}, {machine['clock']}: "
         f"{peaks[0]:.1f} GFLOP/s, {peaks[1]:.1f} GB/s copied"
     )
-    loads = ", ".join(f"{one['load_seconds'] * 1e3:.0f}" for one in document["maps"])
-    return "\n".join((table(head, rows), last, f"map loaded from disk in {loads} ms"))
+    lines = [table(head, rows), last]
+    if document["maps"]:
+        loads = ", ".join(f"{one['load_seconds'] * 1e3:.0f}" for one in document["maps"])
+        lines.append(f"map loaded from disk in {loads} ms")
+    for one in document["contexts"]:
+        if "prefill" in one:
+            lines.append(f"{one['tokens']} tokens: prefill {one['prefill']}; map {one['mapped']}")
+    return "\n".join(lines)
 
 
 def _row(one: dict[str, Any]) -> list[Any]:

@@ -1,0 +1,236 @@
+"""Time a handoff of a pair that does not fit: one layer of each model, a share of the map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvmap.bench.clock import Clock, Round, timings
+from kvmap.bench.costs import map_cost
+from kvmap.bench.machine import Machine
+from kvmap.bench.memory import peak_bytes
+from kvmap.bench.pair import BenchOptions, Context, bench_pair
+from kvmap.bench.shapes import (
+    Share,
+    config_of,
+    deepened,
+    fast_dtype,
+    fits_whole,
+    random_map,
+    random_model,
+    share_map,
+)
+from kvmap.cache import KVCache
+from kvmap.engine import allocate, prepare
+from kvmap.fit import Recipe
+from kvmap.handoff import tail_length
+from kvmap.mapping import CacheMap
+from kvmap.models import LoadedModel, first_layer, prefill
+
+# Rows of a product whose throughput counts as the best there is.
+PRODUCT_TOKENS = 512
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One layer of source and target, and what they stand for.
+
+    Attributes:
+        depths: Numbers of layers of the whole models.
+        cmap: The share of the map, ready to apply.
+    """
+
+    source: LoadedModel
+    target: LoadedModel
+    depths: tuple[int, int]
+    cmap: CacheMap
+    share: Share
+    dtype: torch.dtype
+
+
+def layered_pair(
+    names: tuple[str, str], recipe: Recipe, device: torch.device, dtype: torch.dtype
+) -> Pair:
+    """Build one layer of each model and a share of a map.
+
+    The models compute in the dtype that is fastest here, their caches are of `dtype`.
+    """
+    fast = fast_dtype(dtype, device)
+    depths = tuple(config_of(name).num_hidden_layers for name in names)
+    source, target = (random_model(name, device, fast, depth=1) for name in names)
+    whole = tuple(
+        replace(loaded.signature, geometry=deepened(loaded, depth))
+        for loaded, depth in zip((source, target), depths, strict=True)
+    )
+    cmap, share = share_map(whole, recipe, device, dtype)
+    return Pair(source, target, depths, prepare(cmap, device), share, dtype)
+
+
+def bench_layered(
+    names: tuple[str, str],
+    recipe: Recipe,
+    contexts: list[int],
+    options: BenchOptions,
+    machine: Machine,
+    dtype: torch.dtype,
+    progress: Progress = lambda step, done, total: None,
+) -> list[Context]:
+    """Measure a pair of known shapes at some lengths of context."""
+    device = torch.device(machine.device)
+    pair = layered_pair(names, recipe, device, dtype)
+    measured = []
+    for done, tokens in enumerate(contexts):
+        measured.append(_bench_context(pair, tokens, options, machine))
+        progress(f"{names[0]} to {names[1]}", done + 1, len(contexts))
+    return measured
+
+
+def _bench_context(pair: Pair, tokens: int, options: BenchOptions, machine: Machine) -> Context:
+    inputs = _Inputs.of(pair, tokens, options.seed)
+    clock = Clock(pair.target.device, options.cpu_time)
+    parts = timings(lambda: _round(pair, inputs, clock), options.budget, options.repeats)
+    extra = peak_bytes(partial(_map, pair, inputs), clock.device)
+    cost = map_cost(pair.cmap, inputs.cache.tokens, pair.dtype.itemsize)
+    whole = replace(cost, flops=cost.flops * pair.share.scale, bytes=cost.bytes * pair.share.scale)
+    target = deepened(pair.target, pair.depths[1])
+    record = {
+        "source": pair.source.signature.name,
+        "target": pair.target.signature.name,
+        "prefill": f"one layer × {pair.depths[0]} and × {pair.depths[1]}, "
+        f"{str(pair.target.dtype).removeprefix('torch.')}",
+        "mapped": f"{pair.share.target_layers} of {pair.depths[1]} layers from "
+        f"{pair.share.source_layers} of {pair.depths[0]}, × {pair.share.scale:g}",
+        "products_seconds": parts["products"].median,
+        "products_share": parts["products"].median / parts["map"].median,
+        **whole.shares(parts["map"].median, machine),
+    }
+    held = tokens * target.kv_bytes_per_token(pair.dtype.itemsize)
+    return Context(tokens, parts, extra + held, extra, record)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a round works on: tokens, the source's cache of a share of layers, room for the map."""
+
+    token_ids: torch.Tensor
+    cache: KVCache
+    out: KVCache
+    first: tuple[torch.Tensor, torch.Tensor] | None
+    head: int
+    tail: int
+
+    @classmethod
+    def of(cls, pair: Pair, tokens: int, seed: int) -> _Inputs:
+        options = pair.cmap.options
+        tail = tail_length(options.native_tail, tokens)
+        head = min(options.native_head, tokens - tail)
+        generator = torch.Generator().manual_seed(seed)
+        low = min(side.signature.geometry.vocabulary for side in (pair.source, pair.target))
+        token_ids = torch.randint(low, (1, tokens), generator=generator).to(pair.source.device)
+        cache = _random_cache(pair, tokens - tail - head)
+        out = allocate(pair.cmap.target.geometry, cache)
+        first = (out.keys[0].clone().normal_(), out.values[0].clone().normal_())
+        return cls(token_ids, cache, out, first if options.anchor else None, head, tail)
+
+
+def _random_cache(pair: Pair, tokens: int) -> KVCache:
+    source = pair.cmap.source.geometry
+    shape = (1, source.kv_heads, tokens, source.head_size)
+    device = pair.source.device
+    make = lambda: torch.randn(shape, device=device).to(pair.dtype)  # noqa: E731
+    keys, values = (tuple(make() for _ in range(source.layers)) for _ in range(2))
+    return KVCache(keys, values, torch.arange(tokens, device=device)[None])
+
+
+def _map(pair: Pair, inputs: _Inputs) -> None:
+    pair.cmap.apply(inputs.cache, inputs.first, inputs.out)
+
+
+def _round(pair: Pair, inputs: _Inputs, clock: Clock) -> Round:
+    """Time every part and multiply it up to the whole pair."""
+    scale = pair.share.scale
+    source, _ = _prefill_seconds(pair.source, inputs.token_ids, pair.depths[0], clock)
+    mapped = clock.timed(partial(_map, pair, inputs))[1] * scale
+    products = products_alone(pair.cmap, inputs.cache.tokens, clock) * scale
+    target, past = _prefill_seconds(pair.target, inputs.token_ids, pair.depths[1], clock)
+    first_token = _first_token_seconds(pair, inputs, past, clock)
+    return {
+        "source_prefill": source,
+        "map": mapped,
+        "products": products,
+        "build": 0.0,
+        "first_token": first_token,
+        "handoff": mapped + first_token,
+        "target_prefill": target,
+    }
+
+
+def _prefill_seconds(
+    loaded: LoadedModel, token_ids: torch.Tensor, depth: int, clock: Clock, past=None
+) -> tuple[float, KVCache]:
+    """Return the seconds of a prefill of `depth` layers, and the one layer's cache."""
+    (cache, _), one = clock.timed(partial(prefill, loaded, token_ids, past=past))
+    rest = clock.timed(partial(_outside, loaded, token_ids))[1]
+    return rest + depth * max(one - rest, 0.0), cache
+
+
+@torch.no_grad()
+def _outside(loaded: LoadedModel, token_ids: torch.Tensor) -> Any:
+    """Compute what is not a layer: embedding, and logits of the last token."""
+    hidden = loaded.model.get_input_embeddings()(token_ids)
+    return loaded.model.get_output_embeddings()(hidden[:, -1:])
+
+
+def _first_token_seconds(pair: Pair, inputs: _Inputs, past: KVCache, clock: Clock) -> float:
+    """Return the seconds of exact head, first layer, and tail over the mapped cache."""
+    depth, start = pair.depths[1], inputs.token_ids.shape[1] - inputs.tail
+    total = 0.0
+    if inputs.head:
+        head = inputs.token_ids[:, : inputs.head]
+        total += _prefill_seconds(pair.target, head, depth, clock)[0]
+    if pair.cmap.needs_target:
+        middle = inputs.token_ids[:, inputs.head : start]
+        positions = torch.arange(middle.shape[1], device=middle.device)[None]
+        total += clock.timed(partial(first_layer, pair.target, middle, positions))[1]
+    tail, before = inputs.token_ids[:, start:], past.slice(0, start)
+    return total + _prefill_seconds(pair.target, tail, depth, clock, before)[0]
+
+
+def products_alone(cmap: CacheMap, tokens: int, clock: Clock) -> float:
+    """Return the seconds of the map's batched products alone: operands ready, same chunks."""
+    layer = next(layer for layer in cmap.layers if layer)
+    groups, p, q = layer.key.weight.shape
+    chunk = min(tokens, PRODUCT_TOKENS)
+    x, y = (layer.key.weight.new_ones(groups, chunk, width) for width in (p, q))
+    weights = [part.weight for layer in cmap.layers if layer for part in (layer.key, layer.value)]
+
+    def run() -> None:
+        for start in range(0, tokens, chunk):
+            rows = min(chunk, tokens - start)
+            for weight in weights:
+                torch.bmm(x[:, :rows], weight, out=y[:, :rows])
+
+    return clock.timed(run)[1]
+
+
+def bench_random(
+    names: tuple[str, str],
+    recipe: Recipe,
+    contexts: list[int],
+    options: BenchOptions,
+    machine: Machine,
+    dtype: torch.dtype,
+    progress: Progress = lambda step, done, total: None,
+) -> list[Context]:
+    """Measure a pair of known shapes: whole where both models fit, else layer by layer."""
+    device = torch.device(machine.device)
+    if not fits_whole(names, max(contexts), device, dtype.itemsize):
+        return bench_layered(names, recipe, contexts, options, machine, dtype, progress)
+    source, target = (random_model(name, device, dtype) for name in names)
+    cmap = random_map((source.signature, target.signature), recipe, device, dtype)
+    return bench_pair(cmap, source, target, contexts, options, machine, progress)

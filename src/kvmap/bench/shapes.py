@@ -1,0 +1,178 @@
+"""Time full-size shapes from published configs alone: random weights, nothing downloaded.
+
+Where both models and their caches fit, they are built whole. Elsewhere one layer of each is
+built, timed and multiplied by the number of layers, and the map is that of a share of the
+layers, with as many products per stripped layer as in the whole; the report says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvmap import models
+from kvmap.columns import KINDS
+from kvmap.engine import compute_dtype
+from kvmap.fit import Recipe, with_assignment
+from kvmap.geometry import Geometry, Signature
+from kvmap.mapping import Affine, CacheMap, LayerMap, MapOptions, weight_shape
+from kvmap.models import LoadedModel
+from kvmap.models.load import load_config, parameter_count, published_config, shape_of
+from kvmap.models.probe import probe_rope
+from kvmap.plan import free_memory
+
+# Whole models are built where they take no more than this share of the free memory.
+WHOLE_SHARE = {"cpu": 0.05, "cuda": 0.8}
+USUAL_K = 8
+FILL_ROWS = 64
+
+
+def config_of(name: str) -> Any:
+    """Return a model's config: from the table of published ones, else from its files."""
+    config = published_config(name)
+    return config if config is not None else load_config(models.resolve(name))
+
+
+def random_model(
+    name: str, device: torch.device, dtype: torch.dtype, depth: int | None = None, seed: int = 0
+) -> LoadedModel:
+    """Build a model of a known shape with random weights and no tokenizer.
+
+    Args:
+        depth: Number of layers instead of all.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = config_of(name)
+    if depth is not None:
+        config.num_hidden_layers = depth
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:depth]
+    with no_init_weights(), device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.requires_grad_(False)
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in model.parameters():
+        _fill(parameter, generator)
+    rope = probe_rope(model, name)
+    geometry = replace(shape_of(config), rope=rope)
+    return LoadedModel(model, None, _signature(name, geometry, dtype))
+
+
+def _fill(parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill a weight with some random rows over and over: as good to time, and much faster."""
+    if parameter.dim() < 2:
+        parameter.fill_(1.0)
+        return
+    rows = torch.randn(
+        FILL_ROWS, *parameter.shape[1:], generator=generator, device=parameter.device
+    )
+    rows = (rows * parameter.shape[-1] ** -0.5).to(parameter.dtype)
+    for start in range(0, len(parameter), FILL_ROWS):
+        part = parameter[start : start + FILL_ROWS]
+        part.copy_(rows[: len(part)])
+
+
+def _signature(name: str, geometry: Geometry, dtype: torch.dtype) -> Signature:
+    kind = str(dtype).removeprefix("torch.")
+    return Signature(name, None, "random", name, "random", "random", kind, geometry)
+
+
+def deepened(loaded: LoadedModel, layers: int) -> Geometry:
+    """Return the geometry of a model of which one layer was built."""
+    geometry = loaded.signature.geometry
+    return replace(geometry, layers=layers, rope=geometry.rope[:1] * layers)
+
+
+def random_map(
+    shapes: tuple[Signature, Signature], recipe: Recipe, device: torch.device, dtype: torch.dtype
+) -> CacheMap:
+    """Return a map of a recipe's shape with random weights."""
+    source, target = (signature.geometry for signature in shapes)
+    options = with_assignment(recipe.options, source, target)
+    k = min(source.layers, USUAL_K if recipe.k == "auto" else int(recipe.k))
+    shape = weight_shape(options, k, source, target)
+    layers = tuple(
+        None
+        if index < options.exact_layers
+        else LayerMap(
+            _near(index, target.layers, source.layers, k),
+            *(_random_affine(shape, device, dtype) for _ in KINDS),
+        )
+        for index in range(target.layers)
+    )
+    return CacheMap(*shapes, layers, options)
+
+
+def _near(index: int, target_layers: int, source_layers: int, k: int) -> tuple[int, ...]:
+    """Return k source layers about the one at the same relative depth."""
+    middle = round(index * (source_layers - 1) / max(target_layers - 1, 1))
+    start = min(max(middle - k // 2, 0), source_layers - k)
+    return tuple(range(start, start + k))
+
+
+def _random_affine(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> Affine:
+    groups, p, q = shape
+    weight = torch.randn(groups, p, q, device=device).mul_(p**-0.5).to(dtype)
+    return Affine(weight, torch.zeros(groups, q, device=device, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of a pair's layers, with as many target layers per source layer as the whole.
+
+    Attributes:
+        scale: The whole over the share.
+    """
+
+    source_layers: int
+    target_layers: int
+    scale: float
+
+    @classmethod
+    def of(cls, source: Geometry, target: Geometry, k: int) -> Share:
+        """Take k source layers, or all."""
+        taken = min(k, source.layers)
+        scale = source.layers / taken
+        return cls(taken, max(1, round(target.layers / scale)), scale)
+
+
+def share_map(
+    whole: tuple[Signature, Signature], recipe: Recipe, device: torch.device, dtype: torch.dtype
+) -> tuple[CacheMap, Share]:
+    """Return a random map of a share of the layers, all of them mapped, and the share."""
+    source, target = (signature.geometry for signature in whole)
+    share = Share.of(source, target, USUAL_K if recipe.k == "auto" else int(recipe.k))
+    cut = [
+        replace(signature, geometry=_first_layers(signature.geometry, count))
+        for signature, count in zip(whole, (share.source_layers, share.target_layers), strict=True)
+    ]
+    options = _without_exact(recipe.options)
+    return random_map(tuple(cut), replace(recipe, options=options), device, dtype), share
+
+
+def _without_exact(options: MapOptions) -> MapOptions:
+    return replace(options, exact_first=False)
+
+
+def _first_layers(geometry: Geometry, count: int) -> Geometry:
+    return replace(geometry, layers=count, rope=geometry.rope[:count])
+
+
+def fits_whole(names: tuple[str, str], tokens: int, device: torch.device, itemsize: int) -> bool:
+    """Return whether both models and their caches can be built at full size."""
+    needed = 0
+    for name in names:
+        config = config_of(name)
+        needed += parameter_count(config) * itemsize
+        needed += 2 * tokens * shape_of(config).kv_bytes_per_token(itemsize)
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    return needed <= WHOLE_SHARE[kind] * free_memory(str(device))
+
+
+def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype in which a prefill is fastest here: fp32 where a CPU emulates half."""
+    return compute_dtype(dtype, device.type)
