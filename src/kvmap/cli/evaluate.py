@@ -104,7 +104,7 @@ def run(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure a map: mapped beside native, the source alone and every control.
+    """Measure a map beside native, source and controls.
 
     Exit code 3 where a floor is missed, or where another document's cache does as well.
     """

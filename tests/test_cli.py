@@ -1,0 +1,320 @@
+"""The command line's conventions: exit codes, what goes where, and help that can be trusted."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import kvmap
+from kvmap.cli import app as command
+from kvmap.cli import inputs, output
+from kvmap.collect import CollectOptions
+from kvmap.errors import FloorMissed, KvmapError, UsageError
+from kvmap.fit import DEFAULT_RECIPE, METHODS, RECIPES
+from kvmap.pair import Loading, TextOptions
+
+GROUP = typer.main.get_command(command.app)
+SHARED = {
+    "--output": "-o",
+    "--quiet": "-q",
+    "--force": "-f",
+    "--dry-run": "-n",
+    "--help": "-h",
+    "-k": "-k",
+}
+
+
+@pytest.fixture
+def kvmap_run(capsys, monkeypatch, tmp_path):
+    """Run a command line in this process; return its exit code, stdout and stderr."""
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVMAP_DEBUG", raising=False)
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            command.main([str(argument) for argument in arguments])
+        return stop.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_help_begins_with_a_sentence_and_ends_with_two_examples_that_parse(name, kvmap_run):
+    code, text, error = kvmap_run(name, "--help")
+    assert (code, error) == (0, "")
+    first = text.splitlines()[2].strip()
+    assert first[0].isupper()
+    assert first.endswith((".", ",", ":")) or len(first) > 60
+    examples = text.partition("Examples:\n")[2].strip().splitlines()
+    assert len(examples) == 2
+    for example in examples:
+        program, sub, *arguments = shlex.split(example)
+        assert (program, sub) == ("kvmap", name)
+        GROUP.commands[name].make_context(name, arguments)
+
+
+def test_the_help_lists_every_command_with_a_whole_sentence(kvmap_run):
+    code, text, _ = kvmap_run("--help")
+    assert code == 0
+    for name in command.COMMANDS:
+        line = next(line for line in text.splitlines() if line.startswith(f"  {name} "))
+        assert line.endswith(".")
+        assert not line.endswith("...")
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_options_are_spelt_alike_everywhere(name):
+    for parameter in GROUP.commands[name].params:
+        for option in parameter.opts:
+            if option in SHARED:
+                assert SHARED[option] in parameter.opts
+            elif not option.startswith("--") and option.startswith("-"):
+                assert option in SHARED.values()
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_defaults_that_help_states_are_the_library_s(name):
+    stated = {
+        "--stride": CollectOptions.stride,
+        "--held-out": CollectOptions.held_out,
+        "--sequences": TextOptions.sequences,
+        "--length": TextOptions.length,
+        "--seed": TextOptions.seed,
+        "--device": Loading.device,
+        "--dtype": Loading.dtype,
+        "--recipe": DEFAULT_RECIPE,
+    }
+    for parameter in GROUP.commands[name].params:
+        option = parameter.opts[0]
+        if option in stated and "[default: " in (parameter.help or ""):
+            assert f"[default: {stated[option]}]" in parameter.help, option
+
+
+@pytest.mark.parametrize(("option", "names"), [("--recipe", RECIPES), ("--method", METHODS)])
+def test_help_names_every_recipe_and_method(option, names):
+    found = next(p for p in GROUP.commands["fit"].params if option in p.opts)
+    said = f"{found.metavar} {found.help}"
+    assert all(name in said for name in names if name != "closed-form")
+
+
+def test_wrong_usage_ends_with_code_2(kvmap_run):
+    for arguments, problem in [
+        (["modls"], "No such command 'modls'. Did you mean 'models'?"),
+        (["models", "--jsn"], "No such option: --jsn"),
+        (["show"], "Missing argument 'FILE'"),
+        (["fit", "a", "b", "-k", "many"], "found -k 'many', expected a number from 1, or auto"),
+        (["fit", "a", "b", "--ridge", "-1"], "found --ridge '-1', expected a number from 0"),
+        (["fit", "a", "b", "--method", "x"], "found --method 'x', expected top or greedy or mlp"),
+        (["fit", "a", "b", "--heads", "some"], "found --heads 'some', expected all or matched"),
+        (["fit", "a", "b", "--native-tail", "0"], "found --native-tail 0, expected at least 1"),
+        (["fit", "a", "b", "--recipe", "best"], "no recipe 'best'; expected one of"),
+        (["fit", "a", "--sequences", "3"], "--sequences is for two models"),
+        (["fit", "absent"], "absent: "),
+        (["plan", "tiny-x", "tiny-l"], "did you mean tiny-"),
+        (["show", "absent.map"], "absent.map: no such file; run `kvmap "),
+        (["transfer", "absent.map"], "expected one context, found 0"),
+        (["transfer", "absent.map", "--prompt", "a"], "nothing to do; pass -o CACHE"),
+        (["transfer", "x", "--prompt", "a", "-o", "y", "--compare"], "pass --generate N with it"),
+        (
+            ["transfer", "absent.map", "--prompt", "a", "--generate", "2"],
+            "absent.map: no such file",
+        ),
+        (["collect", "a", "b", "--merge"], "--merge writes a new calibration; say where"),
+    ]:
+        code, text, error = kvmap_run(*arguments)
+        assert problem in error, arguments
+        assert (code, text) == (2, ""), arguments
+        assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (KvmapError("the disk is full"), 1, "Error: the disk is full\n"),
+        (UsageError("no such model"), 2, "Error: no such model\n"),
+        (FloorMissed("retention 0.5 is below 0.9"), 3, "Error: retention 0.5 is below 0.9\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (
+            ZeroDivisionError("by zero\nand more"),
+            1,
+            "Error: unexpected ZeroDivisionError: by zero; "
+            "run it with KVMAP_DEBUG=1 for the traceback\n",
+        ),
+    ],
+)
+def test_how_a_command_failed_is_told_by_its_code_and_one_sentence(
+    kvmap_run, monkeypatch, raised, code, said
+):
+    def document(*_):
+        raise raised
+
+    monkeypatch.setattr(output.Output, "document", document)
+    assert kvmap_run("models") == (code, "", said)
+
+
+def test_debugging_shows_the_traceback(kvmap_run, monkeypatch):
+    monkeypatch.setenv("KVMAP_DEBUG", "1")
+    with pytest.raises(UsageError, match=r"absent\.map"):
+        command.main(["show", "absent.map"])
+
+
+def test_json_is_one_document_without_nan(kvmap_run, capsys):
+    code, text, error = kvmap_run("models", "--json")
+    assert (code, error) == (0, "")
+    assert {"name": "tiny-s", "location": "in this package"} in json.loads(text)["models"]
+    output.Output(as_json=True).document({"nll": float("nan"), "kl": [float("inf"), 1.0]}, str)
+    assert json.loads(capsys.readouterr().out) == {"nll": None, "kl": [None, 1.0]}
+
+
+def test_quiet_silences_all_but_data(capsys):
+    loud, quiet = output.Output(), output.Output(quiet=True)
+    for out in (loud, quiet):
+        out.note("a hint")
+        out.result("x.map", {"map": "x.map"})
+        with out.progress() as progress:
+            progress("fit", 1, 2)
+    assert capsys.readouterr() == ("x.map\nx.map\n", "a hint\n")
+
+
+def test_what_is_piped_is_never_folded(monkeypatch, kvmap_run):
+    monkeypatch.setenv("COLUMNS", "20")
+    _, text, _ = kvmap_run("models")
+    assert any("SmolLM2-135M-Instruct" in line for line in text.splitlines())
+    lines = output.table(("name", "n"), [("x" * 300, 1.0), ("y", None)]).splitlines()
+    assert lines[1] == "x" * 300 + "  1.000"
+    assert lines[2].endswith("-")
+
+
+def test_numbers_are_written_for_people():
+    assert [output.amount(n) for n in (0, 999, 1234, 5.3e9, 2e13)] == [
+        "0 B", "999 B", "1.2 KB", "5.3 GB", "20.0 TB",
+    ]  # fmt: skip
+    assert [output.large(n) for n in (7, 1234, 3.2e9, 4e16)] == ["7", "1.2 k", "3.2 G", "40.0 P"]
+    assert [output.figure(x) for x in (None, float("nan"), 0.12345)] == ["-", "-", "0.123"]
+
+
+def test_the_heat_table_marks_what_is_chosen():
+    plain = output.heat([[0.5, -0.1]], [[0]], colour=False)
+    assert plain.splitlines()[-1] == "   0  0.50*-0.10 "
+    assert "\x1b[48;5;" in output.heat([[0.5, -0.1]], [[0]], colour=True)
+
+
+def test_only_what_was_asked_for_changes_a_recipe():
+    made = inputs.edited_recipe("paper", {"k": 3, "ridge": None}, {"anchor": False, "heads": None})
+    assert made.k == 3
+    assert made.ridge == RECIPES["paper"].ridge
+    assert made.options == RECIPES["paper"].options
+    changed = inputs.edited_recipe(None, {}, {"native_tail": 9})
+    assert changed.options.native_tail == 9
+    assert changed.k == RECIPES[DEFAULT_RECIPE].k
+
+
+def test_a_reader_that_leaves_is_no_error():
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvmap.__file__).parents[1])}
+    line = f"{shlex.quote(sys.executable)} -m kvmap --help | head -n 1"
+    ended = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment)
+    assert ended.stdout.startswith("Usage: kvmap")
+    assert ended.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Write varied rows of text."""
+    path = tmp_path_factory.mktemp("text") / "rows.jsonl"
+    words = ["a", "planted", "pair", "is", "linear", "so", "any", "map", "must", "be", "found"]
+    rows = [" ".join(words[(i * j) % len(words)] for j in range(1, 40)) for i in range(1, 40)]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+def test_the_whole_way_on_a_planted_pair(kvmap_run, planted_paths, text, tmp_path):
+    """Each step takes the path that the step before printed; every contract key is there."""
+    source, target = planted_paths("twin_qwen3")
+    read = ["--dataset", text, "--sequences", 24, "--length", 48, "--stride", 1]
+
+    code, path, error = kvmap_run("collect", source, target, *read)
+    assert (code, path.count("\n")) == (0, 1), error
+    calibration = path.strip()
+    code, again, error = kvmap_run("collect", source, target, *read, "--json")
+    document = json.loads(again)
+    assert document["calibration"] == calibration
+    assert document["reused"] == ["collect"]
+    assert document["tokens"] == 24 * 48
+    assert {"bytes", "seconds"} <= set(document)
+
+    layers = tmp_path / "x.layers"
+    code, made, error = kvmap_run("select-layers", calibration, "-k", 1, "-o", layers, "--json")
+    document = json.loads(made)
+    assert (document["layers"], document["k"]) == (str(layers), 1)
+    assert {"train", "held_out"} <= set(document["r2"])
+    assert "held-out R²" in error
+
+    cmap = tmp_path / "x.map"
+    arguments = ["fit", calibration, "--layers", layers, "--recipe", "paper", "--ridge", "1e-9"]
+    code, made, error = kvmap_run(*arguments, "-o", cmap, "--json")
+    document = json.loads(made)
+    assert document["map"] == str(cmap)
+    assert document["r2"]["held_out"]["key"] > 0.999
+    keys = {"map", "layers", "k", "ridge", "r2", "rows_per_input", "seconds", "reused"}
+    assert keys <= set(document)
+    assert "R² of keys: 1.000 held out" in error
+    code, _, error = kvmap_run(*arguments, "-o", cmap)
+    assert (code, "exists already; pass --force" in error) == (2, True)
+
+    code, shown, _ = kvmap_run("show", cmap)
+    assert code == 0
+    assert "layers.0.key.weight" in shown
+    assert json.loads(kvmap_run("show", cmap, "--json")[1])["kind"] == "map"
+    assert "* chosen" in kvmap_run("show", layers)[1]
+    assert "moments.safetensors" in kvmap_run("show", calibration)[1]
+
+    cache = tmp_path / "x.cache"
+    prompt = ["--prompt", "a planted pair is known to be linear"]
+    code, made, error = kvmap_run("transfer", cmap, *prompt, "-o", cache)
+    assert (code, made) == (0, f"{cache}\n"), error
+    assert "applied: 36 tokens" in error
+    code, made, _ = kvmap_run("transfer", cmap, *prompt, "--generate", 4, "--compare", "--json")
+    document = json.loads(made)
+    assert document["outcome"] == "applied"
+    assert document["text"]["mapped"] == document["text"]["native"]
+    assert kvmap_run("transfer", cmap, "--cache", cache, "--generate", 2)[0] == 2
+    assert json.loads(kvmap_run("show", cache, "--json")[1])["kind"] == "cache"
+
+
+def test_a_fit_from_names_reuses_its_stages(kvmap_run, planted_paths, text):
+    source, target = planted_paths("twin_llama")
+    asked = ["fit", source, target, "--dataset", text, "--sequences", 12, "--length", 32, "--json"]
+    first = json.loads(kvmap_run(*asked, "-k", 1)[1])
+    second = json.loads(kvmap_run(*asked, "-k", 1)[1])
+    assert first["reused"] == []
+    assert second["reused"] == ["collect", "select-layers", "fit"]
+    assert second["map"] == first["map"]
+    other = json.loads(kvmap_run(*asked, "-k", 2)[1])
+    assert other["reused"] == ["collect"]
+    assert json.loads(kvmap_run(*asked, "-k", 1, "--seed", 1)[1])["reused"] == second["reused"]
+
+
+def test_plans_cost_nothing_and_say_what_they_would(kvmap_run, planted_paths):
+    source, target = planted_paths("image")
+    code, text_, error = kvmap_run("plan", source, target)
+    assert (code, error) == (0, "")
+    assert "can be paired" in text_
+    found = json.loads(kvmap_run("plan", source, target, "--json")[1])
+    assert found["pairable"] is True
+    cost = json.loads(kvmap_run("collect", source, target, "--dry-run", "--json")[1])
+    assert {"disk_bytes", "peak_bytes", "flops", "seconds"} <= set(cost)
+    assert "recipe" in kvmap_run("fit", source, target, "-n")[1]
+
+
+def test_a_pair_that_cannot_be_is_refused_after_saying_why(kvmap_run, checkpoint, planted_paths):
+    source, _ = planted_paths("twin_llama")
+    code, text_, error = kvmap_run("plan", source, checkpoint("other_tokenizer"))
+    assert code == 2
+    assert "cannot be paired" in text_
+    assert "the tokenizers differ" in error
