@@ -56,7 +56,9 @@ class Calibration:
     def digest(self) -> str:
         """What a layer choice or a map was made from."""
         kept = {key: self.index[key] for key in ("options", "text", "tokens_digest")}
-        return json_digest([kept, self.source.digest, self.target.digest])
+        # A model's digest leaves its dtype out, but its rows are rounded to it.
+        sides = [[side.digest, side.dtype] for side in (self.source, self.target)]
+        return json_digest([kept, *sides])
 
     @property
     def tokens(self) -> int:

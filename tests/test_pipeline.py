@@ -1,0 +1,252 @@
+"""Stages run when they must, and only then; what they choose is right where the answer is known."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import token_ids
+from entries import SOURCE, TARGET, moments, noise, related
+from safetensors.torch import load_file, save_file
+
+from kvmap import fit, models, pair, pipeline
+from kvmap.collect import CollectOptions, collect
+from kvmap.errors import UsageError
+from kvmap.fit import Recipe, Splits
+from kvmap.mapping import CacheMap, MapOptions
+from kvmap.models.load import identify
+
+RECIPE = Recipe(1, 1e-6, MapOptions())
+LOADING = pair.Loading("cpu", "float32")
+STAGES = ("collect", "select-layers", "fit")
+
+
+def write_text(path, seed: int = 0) -> str:
+    """Write documents of several hundred letters."""
+    letters = token_ids(24, 400, seed)
+    documents = ["".join(chr(97 + int(i) % 26) for i in row) for row in letters]
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def first(planted_paths, tmp_path_factory):
+    """Return a function that fits a pair by the names of its folders, and its first result."""
+    folder = tmp_path_factory.mktemp("first")
+    text = write_text(folder / "text.jsonl")
+
+    def go(names=None, recipe=RECIPE, dataset=text, loading=LOADING, **options):
+        names = names or tuple(map(str, planted_paths("twin_llama")))
+        texts = pair.TextOptions(dataset, "train", 12, 32, 0)
+        chosen = CollectOptions(**({"stride": 2, "dump": False} | options))
+        return pair.fit_pair(names, texts, chosen, pair.FitRequest(recipe), loading)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVMAP_CACHE", str(folder / "cache"))
+        return go, go(), folder / "cache"
+
+
+@pytest.fixture
+def fitted(first, tmp_path, monkeypatch):
+    """Return the fitting function, with a cache folder that has the first result."""
+    shutil.copytree(first[2], tmp_path / "cache")
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
+    return first[0]
+
+
+def test_second_fit_runs_nothing_and_opens_no_model(first, fitted, monkeypatch):
+    report = first[1]
+    assert report.reused == ()
+
+    def never(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models, "load", never)
+    second = fitted()
+    assert second.reused == STAGES
+    assert (second.path.name, second.k) == (report.path.name, report.k)
+    assert second.to_json()["reused"] == list(STAGES)
+    assert second.to_json()["r2"] == report.to_json()["r2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({"recipe": dataclasses.replace(RECIPE, ridge=1e-2)}, ("collect",)),
+        ({"recipe": dataclasses.replace(RECIPE, k=2)}, ("collect",)),
+        ({"recipe": fit.recipe("kvmap")}, None),
+        ({"stride": 1}, ()),
+        ({"held_out": 0.5}, ()),
+        ({"loading": pair.Loading("cpu", "bfloat16")}, ()),
+    ],
+    ids=["ridge", "k", "recipe", "stride", "held-out", "dtype"],
+)
+def test_a_change_runs_what_depends_on_it_again(fitted, change, kept):
+    """The default recipe may need moments that the first did not collect."""
+    changed = fitted(**change)
+    assert changed.reused == kept or (kept is None and "fit" not in changed.reused)
+    again = fitted()
+    assert again.reused == STAGES
+    assert again.path != changed.path
+
+
+def test_other_text_under_the_same_name_is_noticed(fitted, tmp_path):
+    text = write_text(tmp_path / "text.jsonl", seed=1)
+    assert fitted(dataset=text).reused == ()
+
+
+def test_same_text_elsewhere_is_the_same_text(fitted, tmp_path):
+    assert fitted(dataset=write_text(tmp_path / "text.jsonl")).reused == STAGES
+
+
+def test_changed_weights_are_noticed(fitted, planted_paths, tmp_path):
+    """The folder stays where it is; one weight does not."""
+    source, target = planted_paths("twin_llama")
+    copy = tmp_path / "target"
+    shutil.copytree(target, copy)
+    names = (str(source), str(copy))
+    assert fitted(names).reused == STAGES, "equal files elsewhere are the same model"
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"][0, 0] += 1
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert fitted(names).reused == ()
+
+
+def test_a_finished_stage_survives_the_next_one_failing(fitted, monkeypatch, tmp_path):
+    shutil.rmtree(tmp_path / "cache")
+
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair, "fit_map", fail)
+        with pytest.raises(KeyboardInterrupt):
+            fitted()
+    assert fitted().reused == ("collect", "select-layers")
+
+
+def test_fitting_again_from_nothing_gives_the_same_bytes(first, fitted, tmp_path):
+    shutil.rmtree(tmp_path / "cache")
+    assert fitted().path.read_bytes() == first[1].path.read_bytes()
+
+
+def test_report_tells_both_splits(first):
+    """A planted pair is all but exact, seen or not; 11 of 12 sequences are fitted."""
+    report = first[1].to_json()
+    assert set(report["r2"]) == {"train", "held_out"}
+    for split in report["r2"].values():
+        assert all(0.99 < split[kind] <= 1 for kind in ("key", "value"))
+    assert report["rows_per_input"] == 11 * 16 / 32
+    assert report["k"] == 1
+    json.dumps(report, allow_nan=False)
+
+
+@pytest.mark.parametrize("name", ["qwen3_small", "llama_yarn", "ministral3", "phi3_partial"])
+def test_models_are_identified_without_loading_them(checkpoint, loaded, name):
+    assert identify(str(checkpoint(name))) == loaded(name).signature.digest
+
+
+# --- choosing
+
+
+def recovered(calibration, method: str, recipe: Recipe) -> pipeline.Choice:
+    return pipeline.select_layers(pipeline.splits(calibration, 4), recipe, method)
+
+
+@pytest.mark.parametrize("method", ["top", "greedy"])
+@pytest.mark.parametrize("name", ["twin_llama", "image"])
+def test_one_layer_is_chosen_and_it_is_the_right_one(plant, calibration, name, method):
+    recipe = dataclasses.replace(RECIPE, k=1, options=MapOptions(native_head=4))
+    choice = recovered(calibration(name), method, recipe)
+    assert choice.layers == tuple((of,) for of in plant(name).source_layers)
+    assert choice.k == 1
+
+
+def test_automatic_k_is_one_where_one_layer_says_it_all(calibration):
+    recipe = Recipe("auto", "auto", MapOptions(native_head=4))
+    choice = recovered(calibration("twin_llama"), "top", recipe)
+    assert choice.k == 1
+    assert choice.tried[1] > 0.9999
+
+
+def test_automatic_k_takes_all_layers_where_all_are_needed():
+    """The made-up target is linear in every layer of the source."""
+    data = Splits(moments(related(900)), moments(related(300, seed=1)), SOURCE, TARGET)
+    choice = pipeline.select_layers(data, Recipe("auto", "auto", MapOptions(joint=True)))
+    assert choice.k == 3
+    assert choice.tried[3] > choice.tried[1] + 0.1
+
+
+def test_automatic_k_leaves_rows_enough_for_every_input():
+    """Three layers joint are 48 inputs, one is 16: at four rows each, 100 rows allow one."""
+    data = Splits(moments(related(100)), moments(related(300, seed=1)), SOURCE, TARGET)
+    assert pipeline.auto_counts(data, MapOptions(joint=True)) == [1]
+    data = Splits(moments(related(1000)), moments(related(300, seed=1)), SOURCE, TARGET)
+    assert pipeline.auto_counts(data, MapOptions(joint=True)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("recipe", ["paper", "kvmap"])
+def test_noise_is_not_fitted(recipe):
+    """Nothing to learn: held-out R² is at most 0 for every layer but the anchor's own."""
+    data = Splits(moments(noise(200)), moments(noise(200, seed=1)), SOURCE, TARGET)
+    chosen = fit.recipe(recipe)
+    layers = pipeline.select_layers(data, chosen).layers
+    _, scores = fit.fit_closed_form(data, layers, chosen.options, chosen.ridge)
+    for kind in ("key", "value"):
+        assert scores.mean("held_out", kind) <= 0.001
+
+
+@pytest.mark.parametrize(
+    "layers", [((0,), (1,)), ((0,), (1,), (2,), (2,)), ((0,), (1,), (3,)), ((0,), (), (1,))]
+)
+def test_layers_of_another_pair_are_refused(calibration, layers):
+    with pytest.raises(UsageError, match=r"choice of layers is for another pair: found \d target"):
+        pipeline.fit_map(calibration("twin_llama"), layers, RECIPE, lambda *_: None)
+
+
+def test_head_counts_only_where_the_target_does_not_run_it(calibration):
+    """A map with a native head is fitted without those rows, one without is fitted with them."""
+    made = calibration("twin_llama")
+    without, with_head = (pipeline.splits(made, head).train.count for head in (4, 0))
+    assert with_head == without + 4 * len(made.token_ids("train"))
+
+
+def test_cached_layers_are_those_of_their_options(calibration, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path))
+    made = calibration("twin_llama")
+    one = pipeline.cached_layers(made, RECIPE, "top", None)
+    again = pipeline.cached_layers(made, RECIPE, "top", None)
+    other = pipeline.cached_layers(made, dataclasses.replace(RECIPE, k=2), "top", None)
+    greedy = pipeline.cached_layers(made, RECIPE, "greedy", None)
+    assert [found[2] for found in (one, again, other, greedy)] == [False, True, False, False]
+    assert again[0].layers == one[0].layers
+    assert len({found[1] for found in (one, other, greedy)}) == 3
+
+
+def test_map_tells_where_it_comes_from(calibration):
+    made = calibration("twin_llama")
+    layers = ((0,), (1,), (2,))
+    cmap = pipeline.fit_map(made, layers, RECIPE, lambda *_: None).cmap
+    assert isinstance(cmap, CacheMap)
+    assert cmap.source == made.source
+    assert cmap.provenance["calibration"] == made.digest
+    assert cmap.provenance["text"] == {"dataset": "random"}
+    assert "relative" in cmap.provenance["ridge_convention"]
+    assert cmap.provenance["r2"]["held_out"]["key"] > 0.9999
+
+
+def test_calibrations_in_other_dtypes_are_not_mistaken(pair_of_dtypes):
+    """Rows rounded to bf16 give another map than fp32 ones."""
+    assert pair_of_dtypes[0].digest != pair_of_dtypes[1].digest
+
+
+@pytest.fixture
+def pair_of_dtypes(loaded, tmp_path):
+    made = []
+    for dtype in ("float32", "bfloat16"):
+        openers = tuple(lambda n=n, d=dtype: loaded(n, d) for n in ("qwen3_small", "llama_yarn"))
+        options = CollectOptions(heads="matched", joint=False, dump=False)
+        made.append(collect(openers, token_ids(2, 9), tmp_path / dtype, options, {}))
+    assert torch.equal(made[0].token_ids("train"), made[1].token_ids("train"))
+    return made
