@@ -176,7 +176,7 @@ def test_prepared_map_gives_the_same():
 def test_writes_into_a_part_of_a_larger_cache_and_nowhere_else(heads, batch):
     shapes = SHAPES["as many heads"]
     cmap, cache = made(shapes, MapOptions(heads=heads)), drawn(shapes[0], batch=batch)
-    large = engine.allocate(shapes[1], cache, tokens=20)
+    large = engine.empty_cache(shapes[1], torch.zeros(batch, 20).long(), torch.float32)
     for tensor in (*large.keys, *large.values):
         tensor.fill_(7.0)
     place = KVCache(

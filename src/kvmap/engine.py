@@ -14,7 +14,7 @@ Here every cache tensor [B, H, T, D] is seen as [G, B, T, H/G, D].
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -34,15 +34,24 @@ EXTRA_BYTES = {"cpu": 96 << 20, "cuda": 1 << 30}
 LEAST_TOKENS, MOST_TOKENS = 64, 4096
 
 
-def allocate(geometry: Geometry, like: KVCache, tokens: int | None = None) -> KVCache:
-    """Return a target's cache to be filled, for the positions of another cache.
+def allocate(geometry: Geometry, like: KVCache, dtype: torch.dtype | None = None) -> KVCache:
+    """Return a target's cache to be filled, for the tokens and on the device of another cache.
 
     Args:
-        tokens: Room for so many tokens; those of `like` if not given.
+        dtype: That of the other cache if not given.
     """
-    shape = (like.positions.shape[0], geometry.kv_heads, tokens or like.tokens, geometry.head_size)
-    empty = lambda: tuple(like.keys[0].new_empty(shape) for _ in range(geometry.layers))  # noqa: E731
-    return KVCache(empty(), empty(), like.positions, like.token_ids, like.mask)
+    one = like.keys[0]
+    made = empty_cache(geometry, like.positions.to(one.device), dtype or one.dtype)
+    return replace(made, token_ids=like.token_ids, mask=like.mask)
+
+
+def empty_cache(geometry: Geometry, positions: Tensor, dtype: torch.dtype) -> KVCache:
+    """Return a cache to be filled for positions [B, T]; the memory is not yet written."""
+    batch, tokens = positions.shape
+    shape = (batch, geometry.kv_heads, tokens, geometry.head_size)
+    empty = lambda: torch.empty(shape, dtype=dtype, device=positions.device)  # noqa: E731
+    keys, values = (tuple(empty() for _ in range(geometry.layers)) for _ in KINDS)
+    return KVCache(keys, values, positions)
 
 
 def apply(cmap: CacheMap, cache: KVCache, first: FirstLayer | None, out: KVCache) -> None:

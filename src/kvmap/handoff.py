@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmap.cache import KVCache, concat
+from kvmap.cache import KVCache
+from kvmap.engine import allocate, empty_cache
 from kvmap.errors import UsageError
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, first_layer, prefill
@@ -80,15 +81,17 @@ def handoff(
         _check_head(source_cache)
     middle = _middle(source_cache, token_ids, head, tokens - tail)
     clock = _Clock(target.device)
-    parts = []
+    token_ids = token_ids.to(target.device)
+    room = empty_cache(target.signature.geometry, torch.zeros_like(token_ids), target.dtype)
+    clock.lap("build")
+    past = None
     if head:
-        parts.append(prefill(target, token_ids[:, :head])[0])
+        past, _ = prefill(target, token_ids[:, :head], room=room)
         clock.lap("head")
     if middle is not None:
-        parts.append(map_middle(cmap, target, middle, clock))
-    past = parts[0] if len(parts) == 1 else concat(*parts) if parts else None
-    clock.lap("build")
-    cache, logits = prefill(target, token_ids[:, tokens - tail :], past=past)
+        map_middle(cmap, target, middle, clock, room.slice(head, tokens - tail))
+        past = _past(room, source_cache, token_ids, tokens - tail)
+    cache, logits = prefill(target, token_ids[:, tokens - tail :], past=past, room=room)
     clock.lap("tail")
     return Handoff(
         cache,
@@ -99,17 +102,35 @@ def handoff(
 
 
 def map_middle(
-    cmap: CacheMap, target: LoadedModel, middle: KVCache, clock: _Clock | None = None
+    cmap: CacheMap,
+    target: LoadedModel,
+    middle: KVCache,
+    clock: _Clock | None = None,
+    out: KVCache | None = None,
 ) -> KVCache:
-    """Map part of a source's cache, with the target's own first layer where the map reads it."""
+    """Map part of a source's cache, with the target's own first layer where the map reads it.
+
+    Args:
+        out: Written and returned instead of a new cache.
+    """
     clock = clock or _Clock(target.device)
     first = None
     if cmap.needs_target:
         first = first_layer(target, middle.token_ids, middle.positions)
         clock.lap("first_layer")
-    mapped = cmap.apply(middle.to(target.device), first).to(dtype=target.dtype)
+    middle = middle.to(target.device)
+    out = out or allocate(cmap.target.geometry, middle, target.dtype)
+    mapped = cmap.apply(middle, first, out)
     clock.lap("map")
     return mapped
+
+
+def _past(room: KVCache, source_cache: KVCache, token_ids: Tensor, stop: int) -> KVCache:
+    """Return what the room holds before the tail, at the source's positions."""
+    place = lambda tensor: None if tensor is None else tensor[:, :stop].to(token_ids.device)  # noqa: E731
+    filled = room.slice(0, stop)
+    places = place(source_cache.positions), token_ids[:, :stop], place(source_cache.mask)
+    return KVCache(filled.keys, filled.values, *places)
 
 
 def _check_head(source_cache: KVCache) -> None:

@@ -53,6 +53,7 @@ def prefill(
     past: KVCache | None = None,
     keep_logits: int = 1,
     gradient: bool = False,
+    room: KVCache | None = None,
 ) -> tuple[KVCache, Tensor]:
     """Run tokens [B, T] and return the cache of all tokens, those of `past` first, and logits.
 
@@ -61,13 +62,15 @@ def prefill(
         past: What the model has read before; not modified.
         keep_logits: Number of last tokens whose logits are returned; 0 for all.
         gradient: Let autograd follow `past` through the model, as far as it does outside.
+        room: A larger cache whose first tokens are those of `past`; the new ones are written
+            behind them, so that nothing is copied.
 
     Returns:
         The cache [B, H, T_past + T, D] and logits [B, keep_logits, vocabulary].
     """
     token_ids = token_ids.to(loaded.device)
     positions, masks, full_mask = _place(token_ids, mask, past)
-    built = _start(loaded, past)
+    built = _start(loaded, past, room)
     with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
         logits = loaded.model(
             input_ids=token_ids,
@@ -93,9 +96,13 @@ def continue_logits(
     return prefill(loaded, token_ids, mask=mask, past=cache, keep_logits=0)[1]
 
 
-def _start(loaded: LoadedModel, past: KVCache | None) -> Any:
+def _start(loaded: LoadedModel, past: KVCache | None, room: KVCache | None) -> Any:
     from transformers import DynamicCache
 
+    if room is not None:
+        from kvmap.models.room import roomy_cache
+
+        return roomy_cache(room, past.tokens if past is not None else 0, loaded.model.config)
     if past is None:
         return DynamicCache(config=loaded.model.config)
     return to_dynamic_cache(past, loaded)
