@@ -12,7 +12,7 @@ from conftest import token_ids
 
 from kvmap.geometry import RopeTable
 from kvmap.models import prefill
-from kvmap.rope import rotate, strip
+from kvmap.rope import Angles, rotate, rotate_with_gradient, strip
 
 NAMES = list(checkpoints.SUPPORTED)
 PUBLISHED = [name for name in NAMES if not name.startswith(("phi3", "glm4", "cohere", "smollm3"))]
@@ -135,3 +135,40 @@ def test_inputs_are_left_alone():
     strip(keys, positions, table), rotate(keys, positions, table)
     assert torch.equal(keys, torch.ones(1, 1, 3, 4))
     assert torch.equal(positions, torch.arange(3)[None])
+
+
+TABLES = [
+    None,
+    RopeTable((1.0, 0.3, 0.01), 1.2),
+    RopeTable((1.0, 0.3, 0.01), 0.7, "interleaved"),
+    RopeTable((1.0, 0.3, 0.1, 0.01)),
+]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_rotation_with_gradient_is_the_same_rotation(table):
+    """And a rotation's gradient is the rotation back, without the division by the scaling."""
+    content = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0))
+    positions = torch.stack((torch.arange(5), torch.arange(5) * 90))
+    content.requires_grad_()
+    turned = rotate_with_gradient(content, positions, table)
+    torch.testing.assert_close(turned, rotate(content.detach(), positions, table))
+    weights = torch.randn(turned.shape, generator=torch.Generator().manual_seed(1))
+    (turned * weights).sum().backward()
+    back = strip(weights, positions, table)
+    planes = 2 * len(table.inverse_frequencies) if table else 0
+    squared = table.scaling**2 if table else 1.0
+    torch.testing.assert_close(content.grad[..., :planes], back[..., :planes] * squared)
+    torch.testing.assert_close(content.grad[..., planes:], weights[..., planes:])
+
+
+def test_angles_serve_several_tables():
+    """Layers with tables of their own share the positions, not the cos and sin."""
+    keys = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(5)[None] + 100
+    angles = Angles(positions[:, None])
+    for table in (*TABLES, *TABLES):
+        found = angles.turn(keys, table, torch.empty_like(keys))
+        assert torch.equal(found, rotate(keys, positions, table))
+        back = angles.undo(found, table, torch.empty_like(keys))
+        torch.testing.assert_close(back, keys)
