@@ -22,7 +22,7 @@ ORDER = (
     ("engine",),
     ("mapping", "collect"),
     ("handoff", "merge", "fit"),
-    ("plan", "transfer", "pipeline", "evaluate"),
+    ("plan", "transfer", "streaming", "pipeline", "evaluate"),
     ("pair",),
     ("survey", "bench"),
     ("cli",),

@@ -80,7 +80,7 @@ def handoff(
     if head:
         _check_head(source_cache)
     middle = _middle(source_cache, token_ids, head, tokens - tail)
-    clock = _Clock(target.device)
+    clock = LapClock(target.device)
     token_ids = token_ids.to(target.device)
     room = empty_cache(target.signature.geometry, torch.zeros_like(token_ids), target.dtype)
     clock.lap("build")
@@ -105,7 +105,7 @@ def map_middle(
     cmap: CacheMap,
     target: LoadedModel,
     middle: KVCache,
-    clock: _Clock | None = None,
+    clock: LapClock | None = None,
     out: KVCache | None = None,
 ) -> KVCache:
     """Map part of a source's cache, with the target's own first layer where the map reads it.
@@ -113,7 +113,7 @@ def map_middle(
     Args:
         out: Written and returned instead of a new cache.
     """
-    clock = clock or _Clock(target.device)
+    clock = clock or LapClock(target.device)
     first = None
     if cmap.needs_target:
         first = first_layer(target, middle.token_ids, middle.positions)
@@ -164,7 +164,7 @@ def _middle(source_cache: KVCache, token_ids: Tensor, head: int, stop: int) -> K
     )
 
 
-class _Clock:
+class LapClock:
     """Laps in seconds; waits for the device, so that each lap is its own work."""
 
     def __init__(self, device: torch.device) -> None:

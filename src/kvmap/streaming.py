@@ -1,0 +1,144 @@
+"""Map while the source still reads: at the handoff only the last chunk is left.
+
+A session keeps a shadow of the source's cache: the target's, chunk by chunk as the source
+prefills or decodes. Like the source's cache it can be cropped, when a turn is taken back, and
+forked, when one context is continued in several ways. The first tokens that the target reads
+itself are prefilled as they come. The last ones are mapped too, since nobody knows yet that
+they are the last, and run again by the target at the handoff.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvmap.cache import KVCache
+from kvmap.engine import empty_cache, prepare
+from kvmap.errors import UsageError
+from kvmap.handoff import Handoff, LapClock, check_pair, map_middle, tail_length
+from kvmap.mapping import CacheMap
+from kvmap.models import LoadedModel, prefill
+
+FIRST_ROOM = 1024
+
+
+class StreamingMap:
+    """The target's cache of what a source has read so far, [B, H_t, T, D_t] per layer.
+
+    Contexts start at position 0 and have no padding.
+    """
+
+    def __init__(self, cmap: CacheMap, target: LoadedModel, capacity: int = FIRST_ROOM) -> None:
+        """Start with nothing read.
+
+        Args:
+            capacity: Tokens to make room for; grows when they are full.
+
+        Raises:
+            UsageError: The target is not the map's.
+        """
+        check_pair(cmap, None, target)
+        self.cmap = prepare(cmap, target.device)
+        self.target = target
+        self.tokens = 0
+        self.capacity = capacity
+        self.room: KVCache | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        """The target's cache of all tokens so far, as views that a crop may overwrite."""
+        if self.room is None:
+            raise UsageError("nothing has been read yet; append the source's cache first")
+        return self.room.slice(0, self.tokens)
+
+    def follow(self, source_cache: KVCache) -> None:
+        """Map what the source's whole cache holds beyond what has been mapped."""
+        if source_cache.tokens > self.tokens:
+            self.append(source_cache.slice(self.tokens, source_cache.tokens))
+
+    def append(self, chunk: KVCache) -> None:
+        """Map the next tokens of the source's cache.
+
+        Raises:
+            UsageError: They do not follow on what was read, or their token ids are missing.
+        """
+        self._check(chunk)
+        stop = self.tokens + chunk.tokens
+        self._make_room(chunk, stop)
+        for mine, theirs in (
+            (self.room.positions, chunk.positions),
+            (self.room.token_ids, chunk.token_ids),
+        ):
+            mine[:, self.tokens : stop] = theirs
+        own = max(0, min(self.cmap.options.native_head, stop) - self.tokens)
+        if own:
+            past = self.cache if self.tokens else None
+            prefill(self.target, chunk.token_ids[:, :own], past=past, room=self.room)
+        if own < chunk.tokens:
+            place = self.room.slice(self.tokens + own, stop)
+            map_middle(self.cmap, self.target, chunk.slice(own, chunk.tokens), out=place)
+        self.tokens = stop
+
+    def _check(self, chunk: KVCache) -> None:
+        if chunk.token_ids is None or chunk.mask is not None:
+            raise UsageError("a session takes caches with token ids and without padding")
+        wanted = torch.arange(self.tokens, self.tokens + chunk.tokens)
+        if not bool((chunk.positions.cpu() == wanted).all()):
+            raise UsageError(
+                f"the chunk begins at position {int(chunk.positions[0, 0])}, expected "
+                f"{self.tokens} and then one by one; crop the session or append what is missing"
+            )
+
+    def _make_room(self, chunk: KVCache, tokens: int) -> None:
+        if self.room is not None and tokens <= self.room.tokens:
+            return
+        self.capacity = max(self.capacity, tokens, 2 * self.tokens)
+        old, self.room = self.room, self._empty(chunk.positions.shape[0])
+        if old is not None:
+            _copy(old.slice(0, self.tokens), self.room)
+
+    def _empty(self, batch: int) -> KVCache:
+        positions = torch.zeros(batch, self.capacity, dtype=torch.long, device=self.target.device)
+        geometry = self.target.signature.geometry
+        made = empty_cache(geometry, positions, self.target.dtype)
+        return KVCache(made.keys, made.values, positions, torch.zeros_like(positions))
+
+    def crop(self, tokens: int) -> None:
+        """Forget all but the first tokens."""
+        if not 0 <= tokens <= self.tokens:
+            raise UsageError(f"cannot crop {self.tokens} tokens to {tokens}")
+        self.tokens = tokens
+
+    def fork(self) -> StreamingMap:
+        """Return a session that goes on from here on its own."""
+        twin = StreamingMap(self.cmap, self.target, self.capacity)
+        if self.room is not None:
+            twin.tokens, twin.room = self.tokens, self._empty(self.room.positions.shape[0])
+            _copy(self.cache, twin.room)
+        return twin
+
+    def handoff(self) -> Handoff:
+        """Let the target run the last tokens itself and return its cache and logits.
+
+        The session then holds the target's own entries for them.
+        """
+        token_ids = self.cache.token_ids
+        clock = LapClock(self.target.device)
+        start = self.tokens - tail_length(self.cmap.options.native_tail, self.tokens)
+        past = self.room.slice(0, start) if start else None
+        cache, logits = prefill(self.target, token_ids[:, start:], past=past, room=self.room)
+        clock.lap("tail")
+        mapped = start > self.cmap.options.native_head
+        outcome = "applied" if mapped else "fallback_reprefill"
+        return Handoff(cache, logits[:, -1], outcome, clock.seconds)
+
+
+def _copy(source: KVCache, room: KVCache) -> None:
+    """Copy a cache to the front of a room."""
+    place = room.slice(0, source.tokens)
+    for mine, theirs in zip(_tensors(place), _tensors(source), strict=True):
+        mine.copy_(theirs)
+
+
+def _tensors(cache: KVCache) -> tuple[Tensor, ...]:
+    return (*cache.keys, *cache.values, cache.positions, cache.token_ids)
