@@ -163,9 +163,9 @@ def test_local_rows_of_a_harness_task_are_checked(tmp_path):
 @shared
 @pytest.mark.parametrize("name", sorted(local.LOCAL))
 def test_every_shared_row_of_a_harness_task_has_its_columns(name):
-    found = local.specifications(name, SHARED)
-    assert len(found) == (57 if name == "mmlu" else 1)
-    assert found[0]["dataset_kwargs"]["data_files"]
+    [found] = local.specifications(name, SHARED)
+    assert len(found["task"]) == (57 if name == "mmlu" else 1)
+    assert found["task"][0]["dataset_kwargs"]["data_files"]
 
 
 @shared

@@ -30,9 +30,9 @@ def task_names() -> frozenset[str] | None:
     """Return the names of the harness's tasks, groups and tags; None where it is missing."""
     if find_spec("lm_eval") is None:
         return None
-    from lm_eval.tasks import TaskManager
+    from kvmap.evaluate.harness.judge import manager
 
-    return frozenset(TaskManager().all_tasks)
+    return frozenset(manager().all_tasks)
 
 
 def run(name: str, pair: Pair, options: EvaluateOptions, progress: Progress) -> Scores:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from kvmap.evaluate.harness.engine import Engine, Likelihood
@@ -28,7 +29,8 @@ def judge(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     models = {arm: KvmapModel(engine, arm) for arm in engine.arms}
-    found = {arm: _samples(model, wanted, limit, few_shot) for arm, model in models.items()}
+    tasks = load(wanted)
+    found = {arm: samples_of(model, tasks, limit, few_shot) for arm, model in models.items()}
     native = found["native"]
     keys = list(native)[: limit or None]
     several = len({task for task, _ in keys}) > 1
@@ -40,18 +42,21 @@ def judge(
     return join(records, name, _chance(native.values()), engine.arms)
 
 
-def _samples(
-    model: Any, wanted: Sequence[str | dict[str, Any]], limit: int | None, few_shot: int | None
-) -> Samples:
+def load(wanted: Sequence[str | dict[str, Any]]) -> list[Any]:
+    """Return the harness's task objects of names or configurations, data read."""
+    return list(manager().load(list(wanted))["tasks"].values())
+
+
+def samples_of(model: Any, tasks: list[Any], limit: int | None, few_shot: int | None) -> Samples:
     """Run one arm; return the samples by task and document, of the first filter."""
     from lm_eval import simple_evaluate
 
-    each = None if limit is None else -(-limit // max(1, len(wanted)))
     result = simple_evaluate(
         model=model,
-        tasks=list(wanted),
+        tasks=tasks,
+        task_manager=manager(),
         num_fewshot=few_shot,
-        limit=each,
+        limit=None if limit is None else -(-limit // len(tasks)),
         bootstrap_iters=0,
         log_samples=True,
     )
@@ -60,6 +65,14 @@ def _samples(
         for sample in samples:
             kept.setdefault((task, sample["doc_id"]), sample)
     return kept
+
+
+@cache
+def manager() -> Any:
+    """Return the harness's index of tasks; making it reads thousands of files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _accuracy(sample: dict[str, Any]) -> float:

@@ -54,13 +54,15 @@ def specifications(name: str, data: Path | None) -> list[str | dict[str, Any]]:
     if not files:
         raise UsageError(f"task {name}: {folder} holds no {', '.join(SPLITS)} .jsonl or .parquet")
     values = {split: _check(name, path, found) for split, path in files.items()}
+    # Only in a group does the harness lay changes over a task of its own.
     if found.by is None:
-        return [_configuration(name, files)]
+        return [{"group": f"local_{name}", "task": [_configuration(name, files)]}]
     asked = values.get("test") or next(iter(values.values()))
-    return [
+    tasks = [
         _configuration(f"{name}_{value}", files) | {"process_docs": _only(found.by, value)}
         for value in sorted(asked)
     ]
+    return [{"group": f"local_{name}", "task": tasks}]
 
 
 def _file(folder: Path, split: str) -> Path | None:
