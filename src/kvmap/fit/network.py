@@ -29,6 +29,8 @@ from kvmap.mapping import Affine, LayerMap
 EPOCHS = 20
 PATIENCE = 3
 BATCH = 4096
+# Per epoch, so that few rows make small batches, not few steps.
+LEAST_BATCHES = 16
 RATE = 1e-3
 WIDTHS = {"mlp": 1024, "residual": 128}
 
@@ -130,9 +132,11 @@ def _descend(
     train, held_out = samples
     leaves = [t.requires_grad_() for step in steps for t in (step.weight, step.bias)]
     optimizer = torch.optim.Adam(leaves, lr=RATE)
+    count = train.inputs.shape[1]
+    batch = max(1, min(BATCH, count // LEAST_BATCHES))
     best, least, since = None, float(held_out.outputs.square().mean()), 0
     for _ in range(EPOCHS):
-        for rows in torch.randperm(train.inputs.shape[1], generator=generator).split(BATCH):
+        for rows in torch.randperm(count, generator=generator).split(batch):
             optimizer.zero_grad()
             found = _forward(steps, train.inputs[:, rows])
             (found - train.outputs[:, rows]).square().mean().backward()

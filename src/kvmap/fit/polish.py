@@ -48,7 +48,7 @@ class PolishOptions:
     """
 
     steps: int = 256
-    rate: float = 1e-2
+    rate: float = 2e-3
     batch: int = 8
     continuation: int = 64
     every: int = 32

@@ -98,8 +98,10 @@ def shrunk(weights: Tensor, inputs: int) -> Tensor:
 
     With Σw = n and Q = Σw², w' = 1 + s(w - 1) has Σw'² = n + s²(Q - n).
     """
-    count = weights.numel()
-    weights = weights.double() / weights.double().mean().clamp_min(1e-30)
+    count, mean = weights.numel(), weights.double().mean()
+    if mean <= 0:  # nothing is read: all rows count alike
+        return torch.ones_like(weights, dtype=torch.float64)
+    weights = weights.double() / mean
     excess = float(weights.square().sum()) - count
     room = count * count / (ROWS_PER_INPUT * inputs) - count
     if excess <= room or excess <= 0:

@@ -1,0 +1,98 @@
+"""Polish: the same map as `apply` makes, lower held-out divergence, resumed to the same end."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvmap import fit, pipeline
+from kvmap.fit import continuation
+from kvmap.fit.coordinates import Coordinates
+from kvmap.fit.polish import PolishOptions, polish
+from kvmap.handoff import map_middle
+from kvmap.mapping import CacheMap
+
+OPTIONS = PolishOptions(steps=12, batch=4, continuation=8, every=4, rate=2e-2)
+
+
+@pytest.fixture(scope="module", params=["all", "matched"])
+def start(request, pair, calibration):
+    """Return a pair, a map that too large a penalty has spoilt, sequences and moments."""
+    recipe = fit.recipe("kvmap")
+    options = dataclasses.replace(recipe.options, heads=request.param)
+    found = calibration("twin_llama")
+    options = fit.with_assignment(options, found.source.geometry, found.target.geometry)
+    recipe = dataclasses.replace(recipe, k=1, ridge=0.3, options=options)
+    splits = pipeline.splits(found, options.native_head)
+    layers = pipeline.select_layers(splits, recipe).layers
+    openers = tuple(lambda model=model: model for model in pair("twin_llama"))
+    cmap = pipeline.fit_map(found, layers, recipe, lambda *_: None, openers).cmap
+    sequences = tuple(found.token_ids(split) for split in ("train", "held_out"))
+    return pair("twin_llama"), cmap, sequences, splits
+
+
+def test_the_differentiable_map_is_the_map(start):
+    models, cmap, sequences, _ = start
+    given = continuation.lesson(cmap, models, sequences[1], 8)
+    own = given.native.slice(given.head, given.native.tokens)
+    found = continuation.map_with_gradient(cmap, given.source, own)
+    wanted = map_middle(cmap, models[1], given.source)
+    for made, expected in zip(
+        (*found.keys, *found.values), (*wanted.keys, *wanted.values), strict=True
+    ):
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_white_coordinates_stand_for_the_same_map(start):
+    _, cmap, _, splits = start
+    coordinates = Coordinates.of(cmap, splits)
+    leaves = {name: leaf for name, (leaf, _) in coordinates.leaves(cmap).items()}
+    back = coordinates.cmap(cmap, leaves)
+    for layer, other in zip(cmap.layers, back.layers, strict=True):
+        for kind in ("key", "value") if layer else ():
+            for name, tensor in layer.of(kind).tensors().items():
+                torch.testing.assert_close(
+                    other.of(kind).tensors()[name], tensor, rtol=1e-3, atol=1e-4
+                )
+
+
+def test_polish_lowers_the_held_out_divergence(start, tmp_path):
+    models, cmap, sequences, splits = start
+    made = polish(cmap, models, sequences, splits, OPTIONS)
+    assert min(made.history.values()) < 0.9 * made.history[0]
+    assert made.cmap.parameters == cmap.parameters
+    again = CacheMap.load(made.cmap.save(tmp_path / "polished"))
+    given = continuation.lesson(again, models, sequences[1][:4], 8)
+    with torch.no_grad():
+        before, after = (float(continuation.loss(m, models[1], given)[1]) for m in (cmap, again))
+    assert after < before
+
+
+def test_a_map_that_polish_does_not_help_comes_back_unchanged(start):
+    models, cmap, sequences, splits = start
+    wild = dataclasses.replace(OPTIONS, rate=100.0)
+    made = polish(cmap, models, sequences, splits, wild)
+    assert torch.equal(made.cmap.layers[1].key.weight, cmap.layers[1].key.weight)
+
+
+def test_an_interrupted_polish_ends_as_an_uninterrupted_one(start, tmp_path):
+    models, cmap, sequences, splits = start
+    whole = polish(cmap, models, sequences, splits, OPTIONS)
+    path = tmp_path / "polish.safetensors"
+
+    def stop(step, done, total):
+        if done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        polish(cmap, models, sequences, splits, OPTIONS, path, stop)
+    assert path.exists()
+    seen = []
+    resumed = polish(
+        cmap, models, sequences, splits, OPTIONS, path, lambda step, done, total: seen.append(done)
+    )
+    assert seen[0] == 5
+    assert resumed.history == whole.history
+    for layer, other in zip(resumed.cmap.layers[1:], whole.cmap.layers[1:], strict=True):
+        assert torch.equal(layer.key.weight, other.key.weight)
+    assert not path.exists()
