@@ -19,7 +19,7 @@ from kvmap import artifacts
 from kvmap.columns import KINDS, Block, head_assignment
 from kvmap.geometry import Geometry
 from kvmap.moments import Moments
-from kvmap.ridge import r2, solve
+from kvmap.ridge import explained_share, fitted_error, r2, solve
 
 # A probe has D inputs only, so this ridge merely keeps it well posed.
 PROBE_RIDGE = 1e-6
@@ -61,8 +61,9 @@ def _probe(
             fitted = train.covariance(inputs, outputs)
             solution = solve(fitted, PROBE_RIDGE)
             unseen = held_out.covariance(inputs, outputs)
-            for split, covariance in enumerate((fitted, unseen)):
-                tables[split, :, layer] += r2(covariance, *solution, target.head_size).cpu()
+            own = fitted_error(fitted, solution[0], PROBE_RIDGE)
+            tables[0, :, layer] += explained_share(own, fitted, target.head_size).cpu()
+            tables[1, :, layer] += r2(unseen, *solution, target.head_size).cpu()
     tables /= target.kv_heads
     return tables[0], tables[1]
 

@@ -18,8 +18,10 @@ from kvmap.errors import UsageError
 from kvmap.ridge import Covariance
 
 ACCUMULATE = torch.float64
-# Rows multiplied at a time: bounds the float64 copies.
+# Rows multiplied at a time: bounds the copies.
 ROW_CHUNK = 2048
+# Of a symmetric product only the blocks on and above the diagonal are computed.
+BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -36,19 +38,36 @@ class Rows:
         """Number of rows n."""
         return next(iter(self.entries.values()))[0].shape[0]
 
-    def design(self, blocks: Iterable[Block], start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the blocks' columns side by side, [stop - start, p] float64."""
+    def design(
+        self,
+        blocks: Iterable[Block],
+        start: int = 0,
+        stop: int | None = None,
+        dtype: torch.dtype = ACCUMULATE,
+    ) -> Tensor:
+        """Return the blocks' columns side by side, [stop - start, p]."""
         columns = [self.entries[b.side, b.kind][b.layer][start:stop, b.head] for b in blocks]
-        return torch.cat(columns, dim=1).to(ACCUMULATE)
+        return torch.cat(columns, dim=1).to(dtype)
 
 
 class Moments:
     """Second moments of several groups of blocks over the same rows."""
 
     def __init__(
-        self, groups: tuple[Group, ...], sizes: dict[str, int], device: str = "cpu"
+        self,
+        groups: tuple[Group, ...],
+        sizes: dict[str, int],
+        device: str = "cpu",
+        products: torch.dtype = ACCUMULATE,
     ) -> None:
-        """Start empty; `sizes` gives the head size D of "source" and "target"."""
+        """Start empty.
+
+        Args:
+            sizes: Head size D of "source" and "target".
+            products: Dtype in which a chunk of centred rows is multiplied before it is added in
+                float64; float32 is several times faster and costs about six digits.
+        """
+        self.products = products
         self.groups = groups
         self.sizes = sizes
         self.tensors: dict[str, Tensor] = {}
@@ -83,19 +102,26 @@ class Moments:
         """Add rows."""
         for start in range(0, rows.count, ROW_CHUNK):
             for group in self.groups:
-                x = rows.design(group.inputs, start, start + ROW_CHUNK)
-                y = rows.design(group.outputs, start, start + ROW_CHUNK)
+                x, y = (
+                    rows.design(blocks, start, start + ROW_CHUNK, self.products)
+                    for blocks in (group.inputs, group.outputs)
+                )
                 self._add(group, x, y)
+        for group in self.groups:
+            _mirror(self._of(group)["gram"])
 
     def _add(self, group: Group, x: Tensor, y: Tensor) -> None:
+        """Add rows, to the blocks of the Gram matrix on and above its diagonal alone."""
         mine = self._of(group)
         device = mine["gram"].device
         x, y = x.to(device), y.to(device)
-        input_mean, output_mean = x.mean(0), y.mean(0)
-        x, y = x - input_mean, y - output_mean
-        mine["gram"].addmm_(x.mT, x)
-        mine["cross"].addmm_(x.mT, y)
-        mine["output_square"].add_((y * y).sum(0))
+        input_mean, output_mean = (rows.mean(0, dtype=ACCUMULATE) for rows in (x, y))
+        x, y = x - input_mean.to(x.dtype), y - output_mean.to(y.dtype)
+        for start in range(0, x.shape[1], BLOCK):
+            own = x[:, start : start + BLOCK]
+            _add_product(mine["gram"][start : start + BLOCK, start:], own, x[:, start:])
+        _add_product(mine["cross"], x, y)
+        mine["output_square"].add_(y.square().sum(0, dtype=ACCUMULATE))
         _merge_means(mine, float(x.shape[0]), input_mean, output_mean)
 
     def merge(self, other: Moments) -> None:
@@ -131,27 +157,58 @@ class Moments:
 
     def _select(self, group: Group, inputs: list[Block], outputs: list[Block]) -> Covariance:
         mine = self._of(group)
-        device = mine["gram"].device
         rows, columns = (
-            self._columns(have, want).to(device)
+            self._runs(have, want)
             for have, want in ((group.inputs, inputs), (group.outputs, outputs))
         )
         return Covariance(
             count=mine["count"].item(),
-            input_mean=mine["input_mean"][rows],
-            output_mean=mine["output_mean"][columns],
-            gram=mine["gram"][rows][:, rows],
-            cross=mine["cross"][rows][:, columns],
-            output_square=mine["output_square"][columns],
+            input_mean=_taken(mine["input_mean"], rows),
+            output_mean=_taken(mine["output_mean"], columns),
+            gram=_taken(mine["gram"], rows, rows),
+            cross=_taken(mine["cross"], rows, columns),
+            output_square=_taken(mine["output_square"], columns),
         )
 
-    def _columns(self, have: tuple[Block, ...], want: list[Block]) -> Tensor:
-        """Return the column numbers of some blocks of a group."""
+    def _runs(self, have: tuple[Block, ...], want: list[Block]) -> list[tuple[int, int]]:
+        """Return the ranges of columns that some blocks of a group take, neighbours as one."""
         starts, at = {}, 0
         for block in have:
             starts[block] = at
             at += self.sizes[block.side]
-        return torch.cat([torch.arange(starts[b], starts[b] + self.sizes[b.side]) for b in want])
+        runs: list[tuple[int, int]] = []
+        for block in want:
+            start, stop = starts[block], starts[block] + self.sizes[block.side]
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, stop))
+        return runs
+
+
+Runs = list[tuple[int, int]]
+
+
+def _taken(tensor: Tensor, *runs: Runs) -> Tensor:
+    """Return the ranges of a tensor's first dimensions, joined."""
+    for dimension, wanted in enumerate(runs):
+        parts = [tensor.narrow(dimension, start, stop - start) for start, stop in wanted]
+        tensor = torch.cat(parts, dim=dimension) if len(parts) > 1 else parts[0]
+    return tensor
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add XᵀY, in the dtype of X and Y, to float64 sums."""
+    if x.dtype == total.dtype:
+        total.addmm_(x.mT, y)
+    else:
+        total.add_(x.mT @ y)
+
+
+def _mirror(gram: Tensor) -> None:
+    """Copy the blocks above the diagonal of a symmetric matrix below it."""
+    for start in range(0, gram.shape[0], BLOCK):
+        stop = start + BLOCK
+        gram[stop:, start:stop] = gram[start:stop, stop:].mT
 
 
 def _merge_means(

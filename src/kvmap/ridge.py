@@ -51,7 +51,7 @@ def solve(covariance: Covariance, ridge: float) -> tuple[Tensor, Tensor]:
     penalty = ridge * gram.diagonal().mean()
     diagonal = gram.diagonal() + penalty
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
-    system = gram * scale[:, None] * scale[None, :]
+    system = (gram * scale[:, None]).mul_(scale)
     system.diagonal().add_(penalty * scale * scale)
     weight = scale[:, None] * _solve_positive(system, covariance.cross * scale[:, None])
     return weight, covariance.output_mean - covariance.input_mean @ weight
@@ -75,11 +75,30 @@ def squared_error(covariance: Covariance, weight: Tensor, bias: Tensor) -> Tenso
     return covariance.output_square - (weight * explained).sum(0) + covariance.count * miss * miss
 
 
+def fitted_error(covariance: Covariance, weight: Tensor, ridge: float | Tensor) -> Tensor:
+    """Return the summed squared error [q] of a solution on the rows it was solved for.
+
+    Then GW = C - λ·ḡ·W and the means are met, so that no product with G is needed.
+
+    Args:
+        ridge: Relative λ, one or [q].
+    """
+    penalty = ridge * covariance.gram.diagonal().mean()
+    explained = (weight * covariance.cross).sum(0) + penalty * weight.square().sum(0)
+    return covariance.output_square - explained
+
+
+def explained_share(error: Tensor, covariance: Covariance, head_size: int) -> Tensor:
+    """Return R² per head [q / head_size] of summed squared errors [q]; 0 without variance."""
+    error, total = (
+        tensor.unflatten(0, (-1, head_size)).sum(-1) for tensor in (error, covariance.output_square)
+    )
+    return torch.where(total > 0, 1 - error / total.clamp_min(1e-300), 0.0)
+
+
 def r2(covariance: Covariance, weight: Tensor, bias: Tensor, head_size: int) -> Tensor:
     """Return R² per head [q / head_size]: 1 - squared error over variance, summed over a head.
 
     0 where a head has no variance; may be negative on held-out rows.
     """
-    error = squared_error(covariance, weight, bias).unflatten(0, (-1, head_size)).sum(-1)
-    total = covariance.output_square.unflatten(0, (-1, head_size)).sum(-1)
-    return torch.where(total > 0, 1 - error / total.clamp_min(1e-300), 0.0)
+    return explained_share(squared_error(covariance, weight, bias), covariance, head_size)

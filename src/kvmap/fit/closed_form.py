@@ -18,7 +18,7 @@ from kvmap.columns import KINDS, Block
 from kvmap.geometry import Geometry
 from kvmap.mapping import Affine, LayerMap, MapOptions, input_blocks
 from kvmap.moments import Moments
-from kvmap.ridge import Covariance, r2, solve, squared_error
+from kvmap.ridge import Covariance, explained_share, fitted_error, solve, squared_error
 
 RIDGE_GRID = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
@@ -113,10 +113,7 @@ def _fit_layer(
     size = splits.target.head_size
     for inputs, outputs in regressions(splits, index, chosen, options):
         pair = [moments.covariance(inputs, outputs) for moments in (splits.train, splits.held_out)]
-        weight, bias, used = solve_best(*pair, ridges, size)
-        found = {"ridge": used}
-        for split, covariance in zip(("train", "held_out"), pair, strict=True):
-            found[split] = r2(covariance, weight, bias, size)
+        weight, bias, found = solve_best(*pair, ridges, size)
         for at, block in enumerate(outputs):
             for name, values in found.items():
                 scores[name][block.kind][index, block.head] = values[at].cpu()
@@ -157,20 +154,50 @@ def regressions(
 
 def solve_best(
     train: Covariance, held_out: Covariance, ridges: Sequence[float], head_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return weight [p, q], bias [q] and, per head [q / head_size], the ridge of least error.
 
     The error is that of the held-out moments; the weight's columns may come of several ridges.
+    The search starts in the middle of the ridges, in order, and goes on either way for as long
+    as some head gains.
+
+    Returns:
+        The third: "ridge", and R² "train" and "held_out", per head.
     """
-    best = torch.full((train.cross.shape[1] // head_size,), torch.inf, dtype=torch.float64)
-    best = used = best.to(train.cross.device)
-    weight, bias = torch.zeros_like(train.cross), torch.zeros_like(train.output_mean)
-    for ridge in ridges:
-        found = solve(train, ridge)
-        errors = squared_error(held_out, *found).unflatten(0, (-1, head_size)).sum(-1)
-        better = errors < best
-        best, used = torch.where(better, errors, best), torch.where(better, ridge, used)
-        columns = better.repeat_interleave(head_size)
-        weight = torch.where(columns, found[0], weight)
-        bias = torch.where(columns, found[1], bias)
-    return weight, bias, used
+    found = _Best(train, held_out, head_size)
+    middle = len(ridges) // 2
+    found.try_ridge(ridges[middle])
+    for way in (ridges[middle + 1 :], ridges[:middle][::-1]):
+        for ridge in way:
+            if not found.try_ridge(ridge):
+                break
+    own = fitted_error(train, found.weight, found.ridge.repeat_interleave(head_size))
+    scores = {
+        "ridge": found.ridge,
+        "train": explained_share(own, train, head_size),
+        "held_out": explained_share(found.error, held_out, head_size),
+    }
+    return found.weight, found.bias, scores
+
+
+class _Best:
+    """The solutions of least held-out error so far, head by head."""
+
+    def __init__(self, train: Covariance, held_out: Covariance, head_size: int) -> None:
+        self.train, self.held_out, self.head_size = train, held_out, head_size
+        self.weight, self.bias = torch.zeros_like(train.cross), torch.zeros_like(train.output_mean)
+        self.error = torch.full_like(train.output_mean, torch.inf)
+        self.ridge = torch.zeros_like(train.output_mean[::head_size])
+
+    def try_ridge(self, ridge: float) -> bool:
+        """Solve for a ridge and keep what is better; return whether anything is."""
+        weight, bias = solve(self.train, ridge)
+        error = squared_error(self.held_out, weight, bias)
+        mine, other = (e.unflatten(0, (-1, self.head_size)).sum(-1) for e in (error, self.error))
+        better = mine < other
+        self.ridge = torch.where(better, ridge, self.ridge)
+        columns = better.repeat_interleave(self.head_size)
+        self.error = torch.where(columns, error, self.error)
+        self.weight = torch.where(columns, weight, self.weight)
+        self.bias = torch.where(columns, bias, self.bias)
+        return bool(better.any())
