@@ -12,7 +12,7 @@ from kvmap.errors import UsageError
 from kvmap.fit import Recipe
 from kvmap.handoff import check_pair, handoff, tail_length
 from kvmap.mapping import Affine, CacheMap, LayerMap, MapOptions
-from kvmap.models import continue_logits, generate, prefill
+from kvmap.models import continue_logits, generate, prefill, to_dynamic_cache
 from kvmap.pipeline import fit_map, select_layers, splits
 
 FAMILIES = ["qwen3_small", "llama_default", "llama_llama3", "llama_yarn", "ministral3"]
@@ -301,7 +301,22 @@ def test_seconds_are_told_by_part(pair, calibration):
     assert all(value >= 0 for value in done.seconds.values())
 
 
-def test_library_maps_a_transformers_cache_for_generate(plant, pair):
+def test_library_asks_for_the_tokens_of_the_first_layer(loaded):
+    model, ids = loaded("qwen3_small"), token_ids(2, 20)
+    cmap = dataclasses.replace(identity(model, exact_first=True), layers=(None,) * 3)
+    filled = to_dynamic_cache(prefill(model, ids)[0])
+    with pytest.raises(UsageError, match=r"own first layer; pass the target"):
+        cmap.map(filled)
+    with pytest.raises(UsageError, match=r"made of the tokens; pass token_ids"):
+        cmap.map(filled, target=model)
+    cmap = dataclasses.replace(cmap, layers=(None, *identity(model).layers[1:]))
+    mapped = cmap.map(filled, target=model, token_ids=ids)
+    for one, other in zip(mapped.layers, filled.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["target", "no-target"])
+def test_library_maps_a_transformers_cache_for_generate(plant, pair, given):
     """As in the README: a DynamicCache in, one out, straight into `model.generate`."""
     from transformers import DynamicCache
 
@@ -311,7 +326,7 @@ def test_library_maps_a_transformers_cache_for_generate(plant, pair):
     filled = DynamicCache(config=source.model.config)
     with torch.no_grad():
         source.model(ids[:, :-1], **{oracles.cache_keyword(source.model): filled})
-        mapped = cmap.map(filled, target=target)
+        mapped = cmap.map(filled, target=target if given else None)
         produced = target.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -95,6 +95,19 @@ def test_generate_is_greedy_decoding_without_any_cache(loaded, native, name, cov
     assert torch.equal(found, oracles.native_greedy(native(name), ids, 8))
 
 
+def test_padded_rows_go_on_as_if_alone(loaded, native):
+    """What is a pad is known from the cache's mask."""
+    name, real, pads = "llama_llama3", 23, 9
+    own = token_ids(1, real + 2, seed=3)
+    ids = torch.cat((torch.cat((torch.zeros(1, pads).long(), own), 1), token_ids(1, 34)))
+    mask = torch.ones(2, 32, dtype=torch.bool)
+    mask[0, :pads] = False
+    cache, _ = prefill(loaded(name), ids[:, :32], mask=mask)
+    found = generate(loaded(name), cache, ids, 6)
+    assert torch.equal(found[:1], oracles.native_greedy(native(name), own, 6))
+    assert torch.equal(found[1:], oracles.native_greedy(native(name), ids[1:], 6))
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["qwen3_small", "llama_llama3", "ministral3", "glm4_interleaved"])
 def test_padded_rows_run_as_if_alone(loaded, native, name, side):

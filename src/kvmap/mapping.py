@@ -203,24 +203,41 @@ class CacheMap:
         engine.apply(self, cache, first, out)
         return out
 
-    def map(self, cache: Any, positions: Tensor | None = None, target: Any = None) -> Any:
+    def map(
+        self,
+        cache: Any,
+        positions: Tensor | None = None,
+        target: Any = None,
+        token_ids: Tensor | None = None,
+    ) -> Any:
         """Map a transformers cache and return one that the target's `generate` takes.
 
         Args:
             cache: The source's DynamicCache, or a KVCache.
             positions: [B, T] absolute; 0..T-1 if not given.
-            target: The target as a LoadedModel; gives the model its cache class, and the
-                first layer where `needs_target` (then `cache` must be a KVCache with token ids).
+            target: The target as a LoadedModel; gives its first layer where `needs_target`.
+            token_ids: [B, T], for the target's first layer; a KVCache has its own.
+
+        Raises:
+            UsageError: The target's first layer is needed, and the target or the tokens are
+                missing.
         """
         from kvmap.models import first_layer, from_dynamic_cache, to_dynamic_cache
 
         if not isinstance(cache, KVCache):
-            tokens = cache.layers[0].keys.shape[-2]
+            batch, _, tokens, _ = cache.layers[0].keys.shape
             if positions is None:
-                positions = torch.arange(tokens)[None].expand(cache.layers[0].keys.shape[0], -1)
-            cache = from_dynamic_cache(cache, positions, None, None)
-        needs = self.needs_target and target is not None and cache.token_ids is not None
-        first = first_layer(target, cache.token_ids, cache.positions) if needs else None
+                places = torch.arange(tokens, device=cache.layers[0].keys.device)
+                positions = places[None].expand(batch, -1)
+            cache = from_dynamic_cache(cache, positions, token_ids, None)
+        first = None
+        if self.needs_target and target is not None:
+            if cache.token_ids is None:
+                raise UsageError(
+                    "this map reads the target's own first layer, which is made of the tokens; "
+                    "pass token_ids"
+                )
+            first = first_layer(target, cache.token_ids, cache.positions)
         return to_dynamic_cache(self.apply(cache, first), target)
 
     def save(self, path: Path | str) -> Path:

@@ -21,11 +21,14 @@ def cache_keyword(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def to_dynamic_cache(cache: KVCache, loaded: LoadedModel) -> Any:
+def to_dynamic_cache(cache: KVCache, loaded: LoadedModel | None = None) -> Any:
     """Return a transformers DynamicCache over the same tensors, without a copy."""
     from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
 
-    built = DynamicCache(config=loaded.model.config)
+    built = DynamicCache(config=loaded.model.config) if loaded else DynamicCache()
+    if loaded is None:
+        built.layers.extend(DynamicLayer() for _ in cache.keys)
     for layer, keys, values in zip(built.layers, cache.keys, cache.values, strict=True):
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
@@ -135,7 +138,7 @@ def _place(
 def generate(
     loaded: LoadedModel, cache: KVCache | None, prompt_ids: Tensor, max_new_tokens: int
 ) -> Tensor:
-    """Return up to `max_new_tokens` greedy tokens [1, N] that follow prompt_ids [1, T].
+    """Return up to `max_new_tokens` greedy tokens [B, N] that follow prompt_ids [B, T].
 
     The cache covers the prompt's first tokens and fewer than all of them: what it does not
     cover is run natively, since a cache alone gives no logits.
@@ -144,9 +147,12 @@ def generate(
     if cache is not None and cache.tokens >= prompt_ids.shape[1]:
         cache = cache.slice(0, prompt_ids.shape[1] - 1)
     extra = {} if cache is None else {cache_keyword(loaded.model): to_dynamic_cache(cache, loaded)}
+    mask = torch.ones_like(prompt_ids)
+    if cache is not None and cache.mask is not None:
+        mask[:, : cache.tokens] = cache.mask
     produced = loaded.model.generate(
         prompt_ids,
-        attention_mask=torch.ones_like(prompt_ids),
+        attention_mask=mask,
         max_new_tokens=max_new_tokens,
         do_sample=False,
         temperature=None,
