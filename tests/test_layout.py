@@ -18,7 +18,7 @@ ORDER = (
     ("geometry", "atomic", "header", "rows"),
     ("artifacts", "columns", "rope"),
     ("cache", "moments", "text"),
-    ("models", "calibration", "layers"),
+    ("models", "calibration", "layers", "ranks"),
     ("engine",),
     ("mapping", "collect"),
     ("handoff", "merge", "fit"),

@@ -32,6 +32,7 @@ from kvmap.errors import UsageError
 from kvmap.geometry import json_digest, pairing_problems
 from kvmap.models import LoadedModel, prefill
 from kvmap.moments import Rows
+from kvmap.ranks import Ranks, ranks
 from kvmap.rope import strip
 
 RUN = "run.json"
@@ -82,6 +83,9 @@ def collect(
 ) -> Calibration:
     """Fill a calibration folder and return it.
 
+    Under `torchrun` every process takes its share of the shards, and the moments are those of
+    all.
+
     Args:
         openers: Load the source and the target; each is called at most once.
         token_ids: [N, T], the same for both.
@@ -94,17 +98,18 @@ def collect(
         UsageError: The models cannot be paired, or the folder holds another run.
     """
     check_options(options, token_ids)
-    run = _Run(_Models(openers, together), token_ids, out, options, text)
-    if run.start():
-        return run.tidy()
-    steps = {"source": run.source_rows, "target": run.target_rows, "moments": run.add_moments}
-    passes = [steps] if together else [{name: step} for name, step in steps.items()]
-    for stage in passes:
-        for shard in range(run.shards):
-            for step in stage.values():
-                step(shard)
-            progress(" + ".join(stage), shard + 1, run.shards)
-    return run.finish()
+    with ranks() as team:
+        run = _Run(_Models(openers, together), token_ids, out, options, text, team)
+        if run.start():
+            return run.tidy()
+        steps = {"source": run.source_rows, "target": run.target_rows, "moments": run.add_moments}
+        passes = [steps] if together else [{name: step} for name, step in steps.items()]
+        for stage in passes:
+            for shard in team.shards(run.shards):
+                for step in stage.values():
+                    step(shard)
+                progress(" + ".join(stage), shard + 1, run.shards)
+        return run.finish()
 
 
 def check_options(options: CollectOptions, token_ids: Tensor) -> None:
@@ -172,8 +177,11 @@ class _Run:
         out: Path,
         options: CollectOptions,
         text: dict[str, Any],
+        team: Ranks,
     ) -> None:
         self.models = models
+        self.team = team
+        self.partial = PARTIAL if team.count == 1 else f"{team.rank}.{PARTIAL}"
         self.token_ids = token_ids
         self.out = out
         self.options = options
@@ -192,6 +200,12 @@ class _Run:
         Raises:
             UsageError: The folder holds something else.
         """
+        finished = self.team.agree(self.team.first and self._begin())
+        if not finished:
+            self._start_moments()
+        return finished
+
+    def _begin(self) -> bool:
         path = self.out / RUN
         finished = (self.out / INDEX).exists()
         if finished and not path.exists():
@@ -212,7 +226,6 @@ class _Run:
         artifacts.write(
             self.out / "tokens.safetensors", "tokens", tensors, {"text": self.text}, private=True
         )
-        self._start_moments()
         return False
 
     def _record(self) -> dict[str, Any]:
@@ -226,10 +239,11 @@ class _Run:
             "tokens": tokens,
             "models": models,
             "dtypes": dtypes,
+            **({"ranks": self.team.count} if self.team.count > 1 else {}),
         }
 
     def _start_moments(self) -> None:
-        partial = self.out / PARTIAL
+        partial = self.out / self.partial
         if partial.exists():
             self.moments, metadata = load_moments(partial)
             self.added = metadata["shards"]
@@ -299,7 +313,7 @@ class _Run:
         )
 
     def _save_partial(self) -> None:
-        save_moments(self.out / PARTIAL, self.moments, {"shards": self.added, **self._scope()})
+        save_moments(self.out / self.partial, self.moments, {"shards": self.added, **self._scope()})
         self._drop_rows(self.added)
         self.saved_at = time.monotonic()
 
@@ -312,12 +326,21 @@ class _Run:
         }
 
     def _drop_rows(self, shards: int) -> None:
-        for shard in range(shards):
+        for shard in self.team.shards(shards):
             for side in (0, 1):
                 self._path(side, shard).unlink(missing_ok=True)
 
     def finish(self) -> Calibration:
         """Write moments and index, and tidy up."""
+        for moments in self.moments.values():
+            self.team.pool(moments)
+        self.team.agree(True)  # every shard is there
+        if self.team.first:
+            self._write_index()
+        self.team.agree(True)
+        return self.tidy()
+
+    def _write_index(self) -> None:
         if self.options.moments:
             save_moments(self.out / "moments.safetensors", self.moments, self._scope())
         shards = range(self.shards)
@@ -343,14 +366,14 @@ class _Run:
             ],
         }
         artifacts.write_json(self.out / INDEX, data, private=True)
-        return self.tidy()
 
     def tidy(self) -> Calibration:
         """Remove what only a resumed run needs; what names the run goes last."""
         if not self.options.dump:
             self._drop_rows(self.shards)
-        for name in (PARTIAL, RUN):
-            (self.out / name).unlink(missing_ok=True)
+        (self.out / self.partial).unlink(missing_ok=True)
+        self.team.agree(True)
+        (self.out / RUN).unlink(missing_ok=True)
         return Calibration.open(self.out)
 
 
@@ -361,8 +384,10 @@ def _content(loaded: LoadedModel, token_ids: Tensor, stride: int) -> dict[str, T
     positions = cache.positions[:, kept]
     found = {"position": positions.reshape(-1).cpu()}
     for layer, table in enumerate(loaded.signature.geometry.rope):
-        keys = strip(cache.keys[layer][:, :, kept], positions, table)
-        values = cache.values[layer][:, :, kept]
+        # A model spread over devices keeps each layer's cache where the layer is.
+        place = cache.keys[layer].device
+        keys = strip(cache.keys[layer][:, :, kept.to(place)], positions.to(place), table)
+        values = cache.values[layer][:, :, kept.to(place)]
         for kind, tensor in (("key", keys), ("value", values)):
             found[f"{kind}.{layer}"] = tensor.transpose(1, 2).flatten(0, 1).to(loaded.dtype).cpu()
     return found

@@ -7,7 +7,7 @@ be fitted from them without running a model again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -141,6 +141,28 @@ class Moments:
                 mine[name].add_(theirs[name])
             _merge_means(mine, theirs["count"].item(), theirs["input_mean"], theirs["output_mean"])
 
+    def pool(self, add_up: Callable[[Tensor], None]) -> None:
+        """Become the moments of the rows of all processes.
+
+        Args:
+            add_up: Replaces a tensor by its sum over the processes.
+        """
+        for group in self.groups:
+            mine = self._of(group)
+            own, count = mine["count"].item(), mine["count"].clone()
+            add_up(count)
+            shifts = {}
+            for side in ("input_mean", "output_mean"):
+                mean = mine[side] * own
+                add_up(mean)
+                mean /= count.clamp_min(1.0)
+                shifts[side] = mine[side] - mean
+                mine[side].copy_(mean)
+            _spread(mine, own, shifts["input_mean"], shifts["output_mean"])
+            for name in ("gram", "cross", "output_square"):
+                add_up(mine[name])
+            mine["count"].copy_(count)
+
     def covariance(self, inputs: list[Block], outputs: list[Block]) -> Covariance:
         """Return the moments of some blocks against others.
 
@@ -220,10 +242,14 @@ def _merge_means(
         return
     total = have + count
     dx, dy = input_mean - mine["input_mean"], output_mean - mine["output_mean"]
-    share = have * count / total
-    mine["gram"].addr_(dx, dx, alpha=share)
-    mine["cross"].addr_(dx, dy, alpha=share)
-    mine["output_square"].add_(dy * dy, alpha=share)
+    _spread(mine, have * count / total, dx, dy)
     mine["input_mean"].add_(dx, alpha=count / total)
     mine["output_mean"].add_(dy, alpha=count / total)
     mine["count"].add_(count)
+
+
+def _spread(mine: dict[str, Tensor], share: float, dx: Tensor, dy: Tensor) -> None:
+    """Add to the sums what rows gain that are centred a shift away from their own mean."""
+    mine["gram"].addr_(dx, dx, alpha=share)
+    mine["cross"].addr_(dx, dy, alpha=share)
+    mine["output_square"].add_(dy * dy, alpha=share)

@@ -50,6 +50,7 @@ def run(
     """Run both models over text; keep their caches and moments."""
     from kvmap.collect import CollectOptions, clear
     from kvmap.pair import Loading, TextOptions
+    from kvmap.ranks import is_first
     from kvmap.survey import survey
 
     out, names = Output(as_json, quiet), (source, target)
@@ -67,7 +68,7 @@ def run(
         cost = survey(names, text, asked, loading)["collect"]
         out.document(cost, lambda: collect_text(cost))
         return
-    if output is not None and force:
+    if output is not None and force and is_first():
         clear(output)
     started = time.perf_counter()
     if merge:
@@ -96,6 +97,10 @@ def _merge(names: tuple[str, str], output: Path | None):
 
 
 def _report(out: Output, made, reused: bool, seconds: float) -> None:
+    from kvmap.ranks import is_first
+
+    if not is_first():
+        return
     state = "collected before and reused" if reused else f"{seconds:.1f} s"
     out.note(f"{made.tokens} tokens, {amount(made.bytes)}, {state}")
     document = {
