@@ -22,6 +22,7 @@ from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit import FitScores, Recipe, Splits
 from kvmap.fit.job import Opener
+from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.polish import PolishOptions, polish
 from kvmap.geometry import json_digest
 from kvmap.layers import (
@@ -232,6 +233,8 @@ def fit_map(
         recipe.options,
         provenance(calibration, scores, recipe),
     )
+    if recipe.rank:
+        cmap = reduce_rank(cmap, data, recipe.rank)
     if recipe.polish:
         cmap = _polished(job, cmap)
     return Fitted(cmap, scores, time.perf_counter() - started)

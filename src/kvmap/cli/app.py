@@ -22,6 +22,7 @@ COMMANDS = {
     "collect": "collect",
     "select-layers": "select_layers",
     "fit": "fit",
+    "compose": "compose",
     "transfer": "transfer",
     "eval": "evaluate",
     "report": "report",

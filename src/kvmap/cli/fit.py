@@ -51,6 +51,10 @@ def run(
     width: Annotated[
         int | None, typer.Option("--width", metavar="N", help="Width of the networks.")
     ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="N", help="Keep weights as two factors of this rank."),
+    ] = None,
     polish: Annotated[
         int | None,
         typer.Option(
@@ -122,6 +126,7 @@ def run(
         "method": method if networks else None,
         "weights": inputs.one_of("--weights", weights, "none", "attention"),
         "width": inputs.at_least("--width", width, 1),
+        "rank": inputs.at_least("--rank", rank, 1),
         "polish": inputs.at_least("--polish", polish, 0),
     }
     request = FitRequest(

@@ -21,6 +21,7 @@ class Recipe:
         options: Inputs, heads and exact parts.
         method: A name in `kvmap.fit.METHODS`.
         weights: "none", or "attention" to count rows by how much later queries read them.
+        rank: Of every weight, kept as two factors; None keeps it whole.
         width: Of the networks of a method that has some; None for the method's own.
         polish: Steps of gradient descent on the target's own predictions afterwards.
     """
@@ -30,6 +31,7 @@ class Recipe:
     options: MapOptions
     method: str = "closed-form"
     weights: str = "none"
+    rank: int | None = None
     width: int | None = None
     polish: int = 0
 

@@ -1,0 +1,40 @@
+"""`kvmap compose`: one map from two that meet in a third model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvmap.cli import options
+from kvmap.cli.output import Output, amount
+
+EXAMPLES = (
+    "kvmap compose s-m.map m-l.map -o s-l.map",
+    "kvmap compose s-m.map m-l.map -o s-l.map --json",
+)
+
+
+def run(
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="Map from source to hub.")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Map from hub to target.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="MAP", help="Where to write the map.")
+    ],
+    force: options.Force = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Make one map of two linear ones; the hub's own head and tail are lost."""
+    from kvmap.artifacts import refuse_overwrite
+    from kvmap.fit.compose import compose
+    from kvmap.mapping import CacheMap
+
+    out = Output(as_json, quiet)
+    refuse_overwrite(output, force)
+    made = compose(CacheMap.load(first), CacheMap.load(second))
+    made.save(output)
+    out.note(
+        f"{made.source.name} → {made.target.name}: {made.parameters} parameters "
+        f"({amount(4 * made.parameters)}); measure it with `kvmap eval {output}`"
+    )
+    out.result(output, {"map": str(output), "parameters": made.parameters})

@@ -1,0 +1,101 @@
+"""Two maps in one, and weights in two factors: both against doing it the long way."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import token_ids
+
+from kvmap import fit, pipeline
+from kvmap.errors import UsageError
+from kvmap.fit.compose import compose
+from kvmap.fit.low_rank import factored, reduce_rank
+from kvmap.handoff import map_middle
+from kvmap.mapping import Affine, CacheMap, LayerMap, MapOptions, weight_shape
+from kvmap.models import prefill
+
+
+def drawn(source, target, layers, options, seed):
+    """Draw a map at random; an exact layer where the options have one."""
+    generator = torch.Generator().manual_seed(seed)
+    options = fit.with_assignment(options, source.geometry, target.geometry)
+    made = []
+    for index, chosen in enumerate(layers):
+        groups, p, q = weight_shape(options, len(chosen), source.geometry, target.geometry)
+        part = lambda g=groups, p=p, q=q: Affine(  # noqa: E731
+            torch.randn(g, p, q, generator=generator) / p**0.5,
+            torch.randn(g, q, generator=generator),
+        )
+        made.append(None if index < options.exact_layers else LayerMap(chosen, part(), part()))
+    return CacheMap(source, target, tuple(made), options, {})
+
+
+HUB_LAYERS = ((0, 2), (1,), (0, 1), (2,))
+TARGET_LAYERS = ((0, 3), (1, 2), (0,))
+
+
+@pytest.mark.parametrize("heads", [("all", "all"), ("matched", "all"), ("matched", "matched")])
+@pytest.mark.parametrize("joint", [(False, False), (True, False), (False, True)])
+def test_a_composed_map_does_what_both_do_in_turn(pair, heads, joint):
+    """From 2 heads of 16 to 4 of 24 and back; RoPE differs at every step."""
+    source, hub = pair("image")
+    ends = [
+        MapOptions(heads=heads[0], joint=joint[0]),
+        MapOptions(heads=heads[1], joint=joint[1], anchor=True, exact_first=True),
+    ]
+    first = drawn(source.signature, hub.signature, HUB_LAYERS, ends[0], 1)
+    second = drawn(hub.signature, source.signature, TARGET_LAYERS, ends[1], 2)
+    cache = prefill(source, token_ids(2, 12, 3))[0]
+    expected = map_middle(second, source, first.apply(cache))
+    found = map_middle(compose(first, second), source, cache)
+    for made, wanted in zip(
+        (*found.keys, *found.values), (*expected.keys, *expected.values), strict=True
+    ):
+        torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_maps_that_do_not_compose_are_refused(pair):
+    source, hub = pair("image")
+    first = drawn(source.signature, hub.signature, HUB_LAYERS, MapOptions(), 1)
+    second = drawn(hub.signature, source.signature, TARGET_LAYERS, MapOptions(), 2)
+    with pytest.raises(UsageError, match=r"ends at .* starts at .*give maps that meet"):
+        compose(first, first)
+    anchored = drawn(source.signature, hub.signature, HUB_LAYERS, MapOptions(anchor=True), 1)
+    with pytest.raises(UsageError, match=r"own first layer.*--no-anchor --no-exact-first"):
+        compose(anchored, second)
+    step = Affine(torch.zeros(1, 32, 32), torch.zeros(1, 32))
+    bent = second.each(lambda _, part: dataclasses.replace(part, network=(step,)))
+    with pytest.raises(UsageError, match=r"has networks.*closed form"):
+        compose(first, bent)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_no_other_map_of_that_rank_is_nearer(rank):
+    """Against a plain SVD of C^½W, whose tail is the least error there is."""
+    generator = torch.Generator().manual_seed(rank)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    root = draw(2, 9, 9)
+    covariance = root.mT @ root
+    part = Affine(draw(2, 9, 6), draw(2, 6))
+    made = factored(part, covariance, rank)
+    assert (made.weight.shape, made.up.shape) == ((2, 9, rank), (2, rank, 6))
+    for group in range(2):
+        error = root[group] @ (part.weight[group] - made.weight[group] @ made.up[group])
+        tail = torch.linalg.svdvals(root[group] @ part.weight[group])[rank:]
+        torch.testing.assert_close(error.square().sum(), tail.square().sum())
+
+
+def test_a_map_of_low_rank_is_smaller_saved_loaded_and_applied(pair, calibration, tmp_path):
+    models, found = pair("image"), calibration("image")
+    openers = tuple(lambda model=model: model for model in models)
+    layers = tuple((at,) for at in (0, 1, 1, 2))
+    recipe = fit.Recipe(1, 1e-6, MapOptions())
+    whole = pipeline.fit_map(found, layers, recipe, lambda *_: None, openers).cmap
+    small = reduce_rank(whole, pipeline.splits(found, 0), 8)
+    assert small.parameters < 0.5 * whole.parameters
+    assert reduce_rank(whole, pipeline.splits(found, 0), 32).parameters == whole.parameters
+    again = CacheMap.load(small.save(tmp_path / "small"))
+    cache = prefill(models[0], token_ids(2, 12, 3))[0]
+    long_way = small.each(lambda _, part: Affine(part.weight @ part.up, part.bias))
+    for made, wanted in zip(again.apply(cache).keys, long_way.apply(cache).keys, strict=True):
+        torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
