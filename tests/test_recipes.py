@@ -1,14 +1,19 @@
 """Every preset, on pairs whose right map is known: it must be found whatever the recipe."""
 
+import copy
 import dataclasses
 
+import checkpoints
 import pytest
+import torch
 from conftest import token_ids
 
 from kvmap import fit, pipeline
 from kvmap.collect import CollectOptions, collect
 from kvmap.handoff import handoff
 from kvmap.models import continue_logits, prefill
+from kvmap.models.load import wrap
+from kvmap.models.names import resolve
 
 
 def quiet(*_):
@@ -40,9 +45,7 @@ def short(name):
 
 
 def fitted(models, calibration, recipe):
-    layers = pipeline.select_layers(
-        pipeline.splits(calibration, recipe.options.native_head), recipe
-    ).layers
+    layers = pipeline.cached_layers(calibration, recipe, "top", None)[0].layers
     openers = tuple(lambda model=model: model for model in models)
     return pipeline.fit_map(calibration, layers, recipe, quiet, openers).cmap
 
@@ -53,11 +56,7 @@ def test_the_right_map_is_found_under_every_recipe(dumped, planted, name, tmp_pa
     """The ridge leaves a trace: logits of size 1 agree to 1e-3."""
     monkeypatch.setenv("KVMAP_CACHE", str(tmp_path))
     (source, target), calibration = dumped(planted)
-    recipe = short(name)
-    recipe = dataclasses.replace(
-        recipe, options=fit.with_assignment(recipe.options, *geometries(calibration))
-    )
-    cmap = fitted((source, target), calibration, recipe)
+    cmap = fitted((source, target), calibration, short(name))
     ids, after = token_ids(2, 48, 9), token_ids(2, 8, 10)
     done = handoff(cmap, target, prefill(source, ids)[0], ids)
     native = prefill(target, ids)[0]
@@ -68,5 +67,29 @@ def test_the_right_map_is_found_under_every_recipe(dumped, planted, name, tmp_pa
         assert (continue_logits(target, raw, after) - truth).abs().max() > 1e-2
 
 
-def geometries(calibration):
-    return calibration.source.geometry, calibration.target.geometry
+def test_heads_that_changed_places_are_found(pair, tmp_path, monkeypatch):
+    """The target's KV heads are the source's in reverse; only the best pairing can see that."""
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
+    source, target = pair("twin_llama")
+    crossed = copy.deepcopy(target.model)
+    for layer in crossed.model.layers:
+        attention = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(attention, name).weight
+            weight.copy_(torch.cat(weight.chunk(2)[::-1]))
+        attention.o_proj.weight.copy_(torch.cat(attention.o_proj.weight.chunk(2, 1)[::-1], 1))
+    target = wrap(
+        crossed, target.tokenizer, resolve(str(checkpoints.save(crossed, tmp_path / "t")))
+    )
+    models = (source, target)
+    options = CollectOptions(stride=1, heads="all", joint=True, batch=16)
+    openers = tuple(lambda model=model: model for model in models)
+    calibration = collect(openers, token_ids(32, 64, 5), tmp_path / "calibration", options, {})
+    made = {
+        how: fitted(models, calibration, dataclasses.replace(short("kvmap-matched"), assign=how))
+        for how in ("best", "ratio")
+    }
+    assert made["best"].options.assignment == (1, 0)
+    assert made["ratio"].options.assignment == (0, 1)
+    gained = [made[how].provenance["r2"]["held_out"]["value"] for how in ("best", "ratio")]
+    assert gained[0] > 0.999 > gained[1]

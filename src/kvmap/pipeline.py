@@ -21,6 +21,7 @@ from kvmap.calibration import INDEX, Calibration
 from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit import FitScores, Recipe, Splits
+from kvmap.fit.assignment import best_assignment
 from kvmap.fit.job import Opener
 from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.polish import PolishOptions, polish
@@ -189,8 +190,14 @@ def cached_layers(
 
 
 def _completed(recipe: Recipe, calibration: Calibration) -> Recipe:
+    """Fill in which source head each target head reads."""
+    options = recipe.options
+    free = options.heads == "matched" and not options.assignment
+    if free and recipe.assign == "best" and calibration.index["options"]["heads"] == "all":
+        found = best_assignment(splits(calibration, options.native_head))
+        return replace(recipe, options=replace(options, assignment=found))
     geometries = (calibration.source.geometry, calibration.target.geometry)
-    return replace(recipe, options=fit.with_assignment(recipe.options, *geometries))
+    return replace(recipe, options=fit.with_assignment(options, *geometries))
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,10 @@ def run(
             "--heads", metavar="all|matched", help="Source heads that each target head reads."
         ),
     ] = None,
+    assign: Annotated[
+        str | None,
+        typer.Option("--assign", metavar="ratio|best", help="How matched heads are paired."),
+    ] = None,
     joint: Annotated[
         bool | None, typer.Option("--joint/--no-joint", help="Keys and values from both.")
     ] = None,
@@ -123,6 +127,7 @@ def run(
     wanted = {
         "k": inputs.count_or_auto("-k", k),
         "ridge": inputs.ridge_or_auto(ridge),
+        "assign": inputs.one_of("--assign", assign, "ratio", "best"),
         "method": method if networks else None,
         "weights": inputs.one_of("--weights", weights, "none", "attention"),
         "width": inputs.at_least("--width", width, 1),

@@ -19,6 +19,8 @@ class Recipe:
         k: Source layers per target layer, or "auto".
         ridge: Relative λ, or "auto".
         options: Inputs, heads and exact parts.
+        assign: How matched heads are paired where the options do not say: by "ratio" of their
+            numbers, or the "best" by held-out R² where the moments know all pairs.
         method: A name in `kvmap.fit.METHODS`.
         weights: "none", or "attention" to count rows by how much later queries read them.
         rank: Of every weight, kept as two factors; None keeps it whole.
@@ -29,6 +31,7 @@ class Recipe:
     k: int | str
     ridge: float | str
     options: MapOptions
+    assign: str = "ratio"
     method: str = "closed-form"
     weights: str = "none"
     rank: int | None = None
@@ -46,7 +49,7 @@ RECIPES = {
     # The best closed form.
     "kvmap": Recipe("auto", "auto", _BEST),
     # The same with each head reading its own: about H times fewer weights.
-    "kvmap-matched": Recipe(4, "auto", replace(_BEST, heads="matched")),
+    "kvmap-matched": Recipe(4, "auto", replace(_BEST, heads="matched"), assign="best"),
     # The best there is: the same cost at use, minutes more to make.
     "kvmap-max": Recipe("auto", "auto", _BEST, polish=256),
 }
