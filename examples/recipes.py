@@ -116,6 +116,26 @@ def arms_line(found: list[dict]) -> str:
     return ", ".join(shown)
 
 
+def report(names: list[str], done: dict, asked: argparse.Namespace) -> str:
+    """Return the table, what made it, and the arms without a map."""
+    seeds = range(asked.seeds)
+    rows = [row(name, [done[name, seed] for seed in seeds]) for name in names]
+    made = (
+        f"{asked.source} → {asked.target}, {asked.seeds} calibrations of {asked.sequences} "
+        f"sequences of {asked.length} tokens, every {asked.stride}th kept; "
+        f"{asked.questions} questions about documents of {asked.length} tokens."
+    )
+    without = f"Without a map: {arms_line([done[names[0], seed] for seed in seeds])}."
+    return "\n".join((made, "", HEAD, *rows, "", without))
+
+
+def place(path: Path, text: str) -> None:
+    """Put the report between the marks of a document."""
+    before, begin, rest = path.read_text().partition("<!-- recipes:begin -->\n")
+    _, end, after = rest.partition("<!-- recipes:end -->")
+    path.write_text(before + begin + text + "\n" + end + after)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("source")
@@ -127,6 +147,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stride", type=int, default=2)
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--json", type=Path, help="file of lines, one per recipe and seed")
+    parser.add_argument("--write", type=Path, help="document to put the table into")
     return parser.parse_args()
 
 
@@ -158,10 +179,10 @@ def main() -> None:
             if asked.json:
                 with asked.json.open("a") as file:
                     file.write(json.dumps(done[name, seed]) + "\n")
-    print(HEAD)
-    for name in names:
-        print(row(name, [done[name, seed] for seed in range(asked.seeds)]))
-    print(f"\nWithout a map: {arms_line([done[names[0], seed] for seed in range(asked.seeds)])}")
+    text = report(names, done, asked)
+    print(text)
+    if asked.write:
+        place(asked.write, text)
 
 
 if __name__ == "__main__":
