@@ -6,7 +6,7 @@ import measured
 import pytest
 import torch
 
-from kvmap.evaluate import arms, runner, summary
+from kvmap.evaluate import arms, controls, runner, summary
 from kvmap.evaluate.items import Item, Probe, wrong_context
 from kvmap.mapping import Affine, MapOptions
 from kvmap.models import prefill
@@ -56,7 +56,7 @@ def test_random_map_keeps_spectrum_and_output_moments(twin, task):
     cmap, source, target = twin
     pair = arms.make_pair(cmap, source, target, task.items[0].context)
     sample = prefill(source, torch.tensor([task.items[0].context]))[0]
-    wanted, found = (arms._output_moments(m, target, sample) for m in (cmap, pair.random))
+    wanted, found = (controls.output_moments(m, target, sample) for m in (cmap, pair.random))
     for key, (mean, spread) in wanted.items():
         assert torch.allclose(found[key][0], mean, atol=1e-4)
         assert found[key][1].item() == pytest.approx(spread.item(), rel=1e-3)
@@ -111,7 +111,7 @@ def test_random_map_follows_any_form_of_a_part(form):
         "factors": Affine(draw(2, 6, 3), torch.zeros(2, 4), up=draw(2, 3, 4)),
         "network": Affine(draw(2, 6, 4), torch.zeros(2, 4), network=steps),
     }[form]
-    found = arms._scramble(part, torch.Generator().manual_seed(6))
+    found = controls.scramble(part, torch.Generator().manual_seed(6))
     other = torch.Generator().manual_seed(6)
     order = torch.stack([torch.randperm(6, generator=other) for _ in range(2)])
     signs = torch.randint(0, 2, (2, 6, 1), generator=other) * 2.0 - 1.0

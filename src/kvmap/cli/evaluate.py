@@ -55,6 +55,10 @@ History = Annotated[
         "--history", metavar="own|gold", help="Earlier answers in conversations. [default: own]"
     ),
 ]
+Alternate = Annotated[
+    Path | None,
+    typer.Option("--alternate", metavar="MAP", help="A map back: conversations pass to and fro."),
+]
 FewShot = Annotated[
     int | None,
     typer.Option("--few-shot", metavar="N", help="Worked examples in lm-eval's tasks."),
@@ -81,8 +85,12 @@ def run(
     messages: Messages = None,
     turn: Turn = None,
     history: History = None,
+    alternate: Alternate = None,
     few_shot: FewShot = None,
     diagnosed: Diagnosed = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Run no task: guess the retention from a few texts.")
+    ] = False,
     output: options.output("the report; its JSON goes beside it", "REPORT", "nowhere") = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write one page with pictures.")
@@ -124,6 +132,7 @@ def run(
         text=text,
         turn=inputs.at_least("--turn", turn, 1),
         history=inputs.one_of("--history", history, "own", "gold"),
+        alternate=alternate,
         few_shot=inputs.at_least("--few-shot", few_shot, 0),
         diagnosed=inputs.at_least("--diagnosed", diagnosed, 0),
         seed=seed,
@@ -131,7 +140,11 @@ def run(
     asked = _limited(asked, inputs.at_least("--limit", limit, 0))
     gates = Gates(min_retention, min_gap_recovered, min_margin, min_cosine, max_kl)
     places = (source_model, target_model, device, dtype)
-    found = _evaluate(out, cmap, asked, places, output)
+    if predict:
+        guess = _predict(cmap, asked, places)
+        out.document({"map": str(cmap), **guess}, lambda: report.prediction(guess))
+        return
+    found = _evaluate(out, cmap, asked, places)
     if output is not None:
         found.save(output)
     if html is not None:
@@ -168,22 +181,44 @@ def _limited(asked: Any, limit: int | None) -> Any:
     return asked if limit is None else replace(asked, limit=limit or None)
 
 
-def _evaluate(out: Output, path: Path, asked: Any, places: tuple, output: Path | None) -> Any:
-    from kvmap.evaluate.evaluation import evaluate, fingerprint
+def _open(path: Path, places: tuple) -> tuple[Any, Any, Any]:
+    """Return a map and its two models."""
     from kvmap.mapping import CacheMap
     from kvmap.pair import Loading
-    from kvmap.pipeline import cache_folder
 
     source, target, device, dtype = places
     cmap = CacheMap.load(path)
     loading = inputs.given(Loading, device=device, dtype=dtype)
-    models = [
-        loading.open(name) for name in (source or cmap.source.name, target or cmap.target.name)
-    ]
-    journal = cache_folder() / "evaluations" / f"{fingerprint(cmap, asked)[:24]}.jsonl"
-    journal.parent.mkdir(parents=True, exist_ok=True)
+    names = (source or cmap.source.name, target or cmap.target.name)
+    return cmap, *(loading.open(name) for name in names)
+
+
+def _folder() -> Path:
+    """Return where unfinished evaluations and the maps seen so far are kept."""
+    from kvmap.pipeline import cache_folder
+
+    folder = cache_folder() / "evaluations"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _evaluate(out: Output, path: Path, asked: Any, places: tuple) -> Any:
+    from kvmap.evaluate.evaluation import evaluate, fingerprint
+    from kvmap.evaluate.predict import remember
+
+    cmap, source, target = _open(path, places)
+    journal = _folder() / f"{fingerprint(cmap, asked)[:24]}.jsonl"
     with out.progress() as progress:
-        return evaluate(cmap, *models, asked, journal, progress)
+        found = evaluate(cmap, source, target, asked, journal, progress)
+    remember(_folder() / "seen.jsonl", found.figures)
+    return found
+
+
+def _predict(path: Path, asked: Any, places: tuple) -> dict[str, Any]:
+    from kvmap.evaluate.evaluation import predicted
+    from kvmap.evaluate.predict import recall
+
+    return predicted(*_open(path, places), asked, recall(_folder() / "seen.jsonl"))
 
 
 def _page(path: Path, found: Any) -> None:

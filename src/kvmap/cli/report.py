@@ -77,7 +77,8 @@ def render(figures: dict[str, Any]) -> str:
         f"{about['source']} → {about['target']}: {figures['n']} questions on "
         f"{figures['documents']} documents; intervals 95 %, over documents"
     )
-    parts = [head, arms_table(figures), ratios(figures), cosine(figures["cosine"])]
+    parts = [head, arms_table(figures), ratios(figures), tasks_table(figures)]
+    parts += [diagnostics(figures)]
     parts += [
         f"verdict: {figures['verdict']}",
         *(f"{name} by {label}\n{groups(table_)}" for name, label, table_ in _grouped(figures)),
@@ -112,6 +113,33 @@ def ratios(figures: dict[str, Any]) -> str:
         lines.append((label, f"{spread(found['difference'], found['interval'])}  {said}"))
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in lines)
+
+
+def tasks_table(figures: dict[str, Any]) -> str:
+    """Lay out the tasks, a row each, where there are several."""
+    rows = []
+    for name, task in figures["tasks"].items():
+        score = task["score"]
+        arms = [task["arms"][arm][score] for arm in ("native", "source", "mapped")]
+        gap = spread(task["gap_recovered"], task["intervals"]["gap_recovered"], 2)
+        rows.append([name, score, task["n"], *arms, gap, task["verdict"]])
+    head = ("task", "score", "n", "native", "source", "mapped", "gap recovered", "verdict")
+    return table(head, rows) if len(rows) > 1 else ""
+
+
+def diagnostics(figures: dict[str, Any]) -> str:
+    """Say where the mapped cache is wrong, and on which text."""
+    if figures["diagnostics"] is None:
+        return ""
+    lines = [cosine(figures["cosine"])]
+    where = {"train": "in sample", "held_out": "held out", "evaluation": "on these documents"}
+    means = figures["diagnostics"]["r2"]["mean"]
+    for kind in ("key", "value"):
+        said = [
+            f"{figure(means[name][kind])} {label}" for name, label in where.items() if name in means
+        ]
+        lines.append(f"R² of {kind}s {', '.join(said)}")
+    return "\n".join(lines)
 
 
 def cosine(found: dict[str, Any]) -> str:
@@ -153,7 +181,30 @@ def groups(found: dict[str, Any]) -> str:
 def drift(name: str, task: dict[str, Any]) -> str:
     """Say how native and mapped grow apart over a conversation's turns."""
     found = task["drift"]
+    lines = [f"{name} drift, native - mapped: {_drift(found)}"]
+    if "alternate" in found:
+        lines.append(f"{name} drift, back and forth: {_drift(found['alternate'])}")
+    return "\n".join(lines)
+
+
+def _drift(found: dict[str, Any]) -> str:
+    ends = found["intervals"]
     return (
-        f"{name} drift, native - mapped: {spread(found['mean'], found['intervals']['mean'])}, "
-        f"by turn {spread(found['slope'], found['intervals']['slope'], 4)}"
+        f"{spread(found['mean'], ends['mean'])}, by turn {spread(found['slope'], ends['slope'], 4)}"
     )
+
+
+def prediction(found: dict[str, Any]) -> str:
+    """Say what a map is likely to retain, and on how much that rests."""
+    lines = [
+        f"attention-output cosine {figure(found['cosine'])}, KL {figure(found['kl'])} nats per "
+        f"token, on {found['documents']} documents"
+    ]
+    if found["retention"] is None:
+        lines.append(f"no prediction: {found['maps']} maps were evaluated here, too few")
+    else:
+        lines.append(
+            f"predicted retention {figure(found['retention'])}, off by {figure(found['error'])} "
+            f"on the {found['maps']} maps evaluated here"
+        )
+    return "\n".join(lines)

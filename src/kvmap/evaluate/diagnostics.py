@@ -44,7 +44,8 @@ class Diagnostics:
         cosine: [L, Hq]; first_mass alike.
         key_concentration: [L, H]; value_concentration, key_r2 and value_r2 alike.
         first_error: [L, 2], keys and values.
-        document_cosine: [N], each document's mean.
+        document_cosine: [N], each document's mean over mapped layers.
+        mapped: Layers that are mapped; exact ones would flatter every mean.
     """
 
     cosine: Tensor
@@ -55,6 +56,7 @@ class Diagnostics:
     key_r2: Tensor
     value_r2: Tensor
     document_cosine: Tensor
+    mapped: tuple[int, ...]
 
     @property
     def worst_layer(self) -> int:
@@ -77,8 +79,9 @@ def diagnose(pair: Pair, contexts: Sequence[Ids]) -> Diagnostics:
         parts.append(_document(reading.native, mapped, queries, scaling))
         sums.add(pair, reading, mapped)
     mean = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
-    documents = torch.stack([part["cosine"].mean() for part in parts])
-    return Diagnostics(**mean, **sums.r2(), document_cosine=documents)
+    layers = [index for index, layer in enumerate(pair.cmap.layers) if layer is not None]
+    documents = torch.stack([part["cosine"][layers].mean() for part in parts])
+    return Diagnostics(**mean, **sums.r2(), document_cosine=documents, mapped=tuple(layers))
 
 
 def _document(

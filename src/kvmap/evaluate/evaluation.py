@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import kvmap
 from kvmap.errors import UsageError
-from kvmap.evaluate import arms, diagnostics, harness
+from kvmap.evaluate import arms, diagnostics, harness, predict
 from kvmap.evaluate.items import Ids, Task, limited
 from kvmap.evaluate.report import Report, build
 from kvmap.evaluate.runner import Journal, Progress, no_progress, run_task
@@ -36,6 +37,7 @@ class EvaluateOptions:
         history: What conversations take earlier turns to have answered: "own" or "gold".
         diagnosed: Documents that diagnostics look at; 0 leaves them out.
         few_shot: Worked examples before each question, for the harness's tasks.
+        alternate: A map back, so that conversations also pass back and forth.
     """
 
     tasks: tuple[str, ...] = ("demo",)
@@ -48,10 +50,12 @@ class EvaluateOptions:
     history: str = "own"
     diagnosed: int = diagnostics.DOCUMENTS
     few_shot: int | None = None
+    alternate: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return asdict(self) | {"data": None if self.data is None else str(self.data)}
+        paths = {name: getattr(self, name) for name in ("data", "alternate")}
+        return asdict(self) | {name: path and str(path) for name, path in paths.items()}
 
 
 def evaluate(
@@ -75,11 +79,11 @@ def evaluate(
     check_models(cmap, source, target)
     for name in options.tasks:
         check_name(name)
-    shared = {field.name: getattr(options, field.name) for field in fields(TaskOptions)[1:]}
-    asked = TaskOptions(source.tokenizer, **shared)
+    asked = _asked(source, options)
     tasks = {name: _task(name, asked) for name in options.tasks if name in TASKS}
     sample = _sample(tasks, asked)
     pair = arms.make_pair(cmap, source, target, sample[0], options.seed)
+    pair = replace(pair, back=_back(options.alternate, source, target))
     kept = Journal.open(journal, fingerprint(cmap, options))
     parts = [_run(name, tasks.get(name), pair, options, kept, progress) for name in options.tasks]
     found = None
@@ -88,6 +92,25 @@ def evaluate(
     report = build(parts, found, about(cmap, options), options.seed)
     kept.remove()
     return report
+
+
+def predicted(
+    cmap: CacheMap,
+    source: LoadedModel,
+    target: LoadedModel,
+    options: EvaluateOptions,
+    seen: Sequence[predict.Seen],
+) -> dict[str, Any]:
+    """Return what a map is likely to retain, from a few texts; see `predict`."""
+    check_models(cmap, source, target)
+    text = TASKS["perplexity"](_asked(source, options, limit=predict.DOCUMENTS))
+    pair = arms.make_pair(cmap, source, target, text.items[0].context, options.seed)
+    return predict.predict(pair, text, seen)
+
+
+def _asked(source: LoadedModel, options: EvaluateOptions, **changed: Any) -> TaskOptions:
+    shared = {field.name: getattr(options, field.name) for field in fields(TaskOptions)[1:]}
+    return TaskOptions(source.tokenizer, **{**shared, **changed})
 
 
 def _task(name: str, asked: TaskOptions) -> Task:
@@ -105,6 +128,14 @@ def _run(
     if task is not None:
         return run_task(pair, task, journal, progress)
     return harness.run(name, pair, options, progress)
+
+
+def _back(path: Path | None, source: LoadedModel, target: LoadedModel) -> CacheMap | None:
+    if path is None:
+        return None
+    back = CacheMap.load(path)
+    check_pair(back, target, source)
+    return back.to(source.device)
 
 
 def _sample(tasks: dict[str, Task], asked: TaskOptions) -> list[Ids]:

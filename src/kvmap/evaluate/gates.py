@@ -45,7 +45,7 @@ def _miss(figures: dict[str, Any], name: str, limit: float) -> list[str]:
     option = f"--{name.replace('_', '-')} {limit:g}"
     if low is None:
         return [f"{what} is undefined ({_why(figures, what)}), so {option} cannot be met"]
-    if what != "cosine" and figures["verdict"] == "not enough items":
+    if what not in ("cosine", "kl") and figures["verdict"] == "not enough items":
         return [f"{figures['documents']} documents are not enough to say that {option} is met"]
     if name.startswith("max_"):
         return [f"{what} may be as high as {high:.3f}, above {option}"] if high > limit else []

@@ -76,7 +76,8 @@ def build(
     """
     figures = summary.summarise_all(parts, seed)
     figures["cosine"] = cosine_figures(found, seed)
-    figures["diagnostics"] = None if found is None else diagnostic_figures(found)
+    fitted = (about.get("provenance") or {}).get("r2")
+    figures["diagnostics"] = None if found is None else diagnostic_figures(found, fitted)
     tensors = {} if found is None else diagnostic_arrays(found)
     for part in parts:
         tensors |= _arrays(part)
@@ -103,13 +104,14 @@ def cosine_figures(found: Diagnostics | None, seed: int = 0) -> dict[str, Any]:
     if found is None:
         return {"mean": None, "worst": None}
     by_layer = found.cosine.mean(1)
+    mapped = by_layer[list(found.mapped)]
     units = torch.arange(len(found.document_cosine))
     samples = statistics.resampled_means(found.document_cosine[:, None], units, seed=seed)[:, 0]
     interval = statistics.interval(samples)
     layer, head = found.worst_head
     return {
-        "mean": by_layer.mean().item(),
-        "worst": by_layer.min().item(),
+        "mean": mapped.mean().item(),
+        "worst": mapped.min().item(),
         "worst_layer": found.worst_layer,
         "worst_head": {"layer": layer, "head": head, "cosine": found.cosine.min().item()},
         "by_layer": by_layer.tolist(),
@@ -118,10 +120,18 @@ def cosine_figures(found: Diagnostics | None, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def diagnostic_figures(found: Diagnostics) -> dict[str, Any]:
-    """Return each diagnostic by layer, mean over heads."""
+def diagnostic_figures(found: Diagnostics, fitted: dict[str, Any] | None) -> dict[str, Any]:
+    """Return each diagnostic by layer, mean over heads.
+
+    Args:
+        fitted: The map's own R² on the text it was fitted on and on held-out text: where R² on
+            the evaluation's documents is lower, the domain has shifted.
+    """
+    by_layer = {"key": found.key_r2.mean(1), "value": found.value_r2.mean(1)}
+    here = {kind: rows[list(found.mapped)].mean().item() for kind, rows in by_layer.items()}
     return {
-        "r2": {"key": found.key_r2.mean(1).tolist(), "value": found.value_r2.mean(1).tolist()},
+        "r2": {kind: rows.tolist() for kind, rows in by_layer.items()}
+        | {"mean": {**(fitted or {}), "evaluation": here}},
         "concentration": {
             "key": found.key_concentration.mean(1).tolist(),
             "value": found.value_concentration.mean(1).tolist(),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvmap.evaluate import alternate
 from kvmap.evaluate.arms import ARMS, Pair, caches
 from kvmap.evaluate.items import Item, Task, check, wrong_context
 from kvmap.evaluate.scores import Record, Scores, join, record
@@ -97,6 +98,8 @@ def run_task(
     for loaded in (pair.source, pair.target):
         check(task, loaded.signature.geometry.max_positions, loaded.signature.name)
     journal = journal or Journal()
+    if pair.back is not None and task.history is not None:
+        arms = (*arms, *alternate.ARMS)
     records = []
     for unit, item in enumerate(task.items):
         progress(task.name, unit, len(task.items))
@@ -113,4 +116,6 @@ def _score(pair: Pair, task: Task, unit: int, item: Item, arms: Sequence[str]) -
             answers[name] = ask(reader, cache, item.probes, task.max_new_tokens)
         else:
             answers[name] = converse(reader, cache, item, task)
+    if set(alternate.ARMS) <= set(arms):
+        answers |= alternate.alternate(pair, item, task)
     return record(unit, item.probes, answers, arms)

@@ -140,6 +140,11 @@ class Scores:
         )
 
 
+def has_accuracy(scores: Scores) -> bool:
+    """Say whether the task's answers can be right or wrong."""
+    return bool(scores.column("accuracy", "native").isfinite().all())
+
+
 def join(records: Sequence[Record], task: str, chance: float | None, arms: Sequence[str]) -> Scores:
     """Join records, in order of their units, into a task's scores."""
     records = sorted(records, key=lambda found: found.unit)

@@ -45,6 +45,11 @@ class Interval:
         return (self.upper - self.lower) / 2
 
 
+def ends(found: Interval) -> list[float] | None:
+    """Return an interval's ends for JSON; None where it is undefined."""
+    return None if found.point is None else [found.lower, found.upper]
+
+
 def resampled_means(
     values: Tensor, units: Tensor, resamples: int = RESAMPLES, seed: int = 0
 ) -> Tensor:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvmap import metrics
-from kvmap.evaluate import statistics
+from kvmap.evaluate import drift, statistics
 from kvmap.evaluate.arms import CONTROLS
-from kvmap.evaluate.scores import Scores
-from kvmap.evaluate.statistics import Interval
+from kvmap.evaluate.scores import Scores, has_accuracy
+from kvmap.evaluate.statistics import Interval, ends
 
 MEASURES = ("accuracy", "nll", "kl", "top1")
 
@@ -31,14 +31,14 @@ def summarise(scores: Scores, seed: int = 0) -> dict[str, Any]:
     return figures | {
         "chance": scores.chance,
         "by": _groups(scores),
-        "drift": drift(scores, seed),
+        "drift": drift.drift(scores, seed),
     }
 
 
 def summarise_all(parts: Sequence[Scores], seed: int = 0) -> dict[str, Any]:
     """Return the figures over all tasks, and each task's under "tasks"."""
     score = score_of(parts)
-    counted = [part for part in parts if score == "nll" or _has_accuracy(part)]
+    counted = [part for part in parts if score == "nll" or has_accuracy(part)]
     samples = _average([resample(part, seed + i) for i, part in enumerate(parts)])
     chances = [part.chance for part in counted if part.chance is not None]
     chance = sum(chances) / len(chances) if chances else None
@@ -53,11 +53,7 @@ def summarise_all(parts: Sequence[Scores], seed: int = 0) -> dict[str, Any]:
 
 def score_of(parts: Sequence[Scores]) -> str:
     """Return which measure the verdict rests on."""
-    return "accuracy" if any(map(_has_accuracy, parts)) else "nll"
-
-
-def _has_accuracy(scores: Scores) -> bool:
-    return bool(scores.column("accuracy", "native").isfinite().all())
+    return "accuracy" if any(map(has_accuracy, parts)) else "nll"
 
 
 Samples = dict[tuple[str, str], Tensor]
@@ -78,12 +74,12 @@ def resample(scores: Scores, seed: int = 0) -> Samples:
 
 
 def _average(parts: Sequence[Samples]) -> Samples:
-    """Average the tasks that have a measure; an arm must exist in all of them."""
+    """Average the tasks that have a measure; an arm that is NaN in one of them stays so."""
     averaged = {}
-    for key in parts[0]:
-        measure = key[0]
-        have = [part[key] for part in parts if part[measure, "native"][0].isfinite()]
-        averaged[key] = torch.stack(have or [parts[0][key]]).mean(0)
+    for key in dict.fromkeys(key for part in parts for key in part):
+        parts_with = [part for part in parts if key in part]
+        have = [part[key] for part in parts_with if part[key[0], "native"][0].isfinite()]
+        averaged[key] = torch.stack(have or [parts_with[0][key]]).mean(0)
     return averaged
 
 
@@ -101,7 +97,7 @@ def _figures(samples: Samples, chance: float | None, documents: int, score: str)
         "arms": {arm: _arm(samples, arm, documents) for arm in arms},
         **{name: found.point for name, found in intervals.items()},
         "margin_control": control,
-        "intervals": {name: _ends(found) for name, found in intervals.items()},
+        "intervals": {name: ends(found) for name, found in intervals.items()},
         "tests": {
             f"mapped_{other}": _test(value["mapped"] - value[other])
             for other in ("source", "native", "wrong_document")
@@ -146,18 +142,14 @@ def _arm(samples: Samples, arm: str, documents: int) -> dict[str, Any]:
     found["accuracy"] = statistics.proportion_interval(right, documents)
     ordered = {name: found[name] for name in MEASURES}
     return {name: part.point for name, part in ordered.items()} | {
-        "intervals": {name: _ends(part) for name, part in ordered.items()}
+        "intervals": {name: ends(part) for name, part in ordered.items()}
     }
-
-
-def _ends(found: Interval) -> list[float] | None:
-    return None if found.point is None else [found.lower, found.upper]
 
 
 def _test(difference: Tensor) -> dict[str, Any]:
     found = statistics.interval(difference)
     p = None if found.point is None else statistics.bootstrap_p_value(difference)
-    return {"difference": found.point, "interval": _ends(found), "p_bootstrap": p}
+    return {"difference": found.point, "interval": ends(found), "p_bootstrap": p}
 
 
 def _undefined(intervals: dict[str, Interval]) -> dict[str, str]:
@@ -185,26 +177,6 @@ def _add_exact(figures: dict[str, Any], scores: Scores) -> None:
         found["kl_p95"] = metrics.mean_and_p95(kl)[1] if known else None
 
 
-def drift(scores: Scores, seed: int = 0) -> dict[str, Any] | None:
-    """Return native minus mapped over a conversation: its mean, and its slope by turn.
-
-    The slope is of least squares over all turns of all conversations; None where nothing is
-    asked in turns.
-    """
-    if not scores.labels or "turn" not in scores.labels[0] or not _has_accuracy(scores):
-        return None
-    turns = torch.tensor([labels["turn"] for labels in scores.labels], dtype=torch.float64)
-    lost = (scores.column("accuracy", "native") - scores.column("accuracy", "mapped")).double()
-    columns = torch.stack((turns, turns.square(), lost, turns * lost), 1)
-    means = statistics.resampled_means(columns, scores.units, seed=seed)
-    turn, square, loss, product = means.unbind(1)
-    slope = (product - turn * loss) / (square - turn.square())
-    found = {"mean": statistics.interval(loss), "slope": statistics.interval(slope)}
-    return {name: part.point for name, part in found.items()} | {
-        "intervals": {name: _ends(part) for name, part in found.items()}
-    }
-
-
 def _groups(scores: Scores) -> dict[str, dict[str, Any]]:
     """Return accuracy, nats and n by each label that varies, as the grouped tables show them."""
     names = sorted({name for labels in scores.labels for name in labels})
@@ -229,7 +201,7 @@ def _group(scores: Scores, name: str, value: Any) -> dict[str, Any]:
         "n": len(part.labels),
         "arms": {arm: {measure: _number(samples_[0])} for arm, samples_ in keyed.items()},
         "gap_recovered": gap.point,
-        "intervals": {"gap_recovered": _ends(gap)},
+        "intervals": {"gap_recovered": ends(gap)},
     }
 
 

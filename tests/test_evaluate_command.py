@@ -1,0 +1,98 @@
+"""`kvmap eval` and `kvmap report` from the command line: output, files, exit codes."""
+
+import json
+
+import measured
+import pytest
+
+from kvmap.cli.app import main
+
+
+@pytest.fixture(scope="module")
+def files(planted_paths, tmp_path_factory):
+    """A saved twin with the right map, and with one that says nothing."""
+    import torch
+
+    from kvmap.mapping import CacheMap
+    from kvmap.models import load
+
+    source, target = (load(str(path), device="cpu") for path in planted_paths("twin_llama"))
+    cmap = measured.twin()[0]
+    right = CacheMap(source.signature, target.signature, cmap.layers, cmap.options)
+    folder = tmp_path_factory.mktemp("maps")
+    right.save(folder / "right.map")
+    right.each(lambda _, part: part.each(torch.zeros_like)).save(folder / "zero.map")
+    places = ["--source", str(planted_paths("twin_llama")[0])]
+    places += ["--target", str(planted_paths("twin_llama")[1])]
+    return folder, places
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
+
+
+def _run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return (stopped.value.code, *capsys.readouterr())
+
+
+SMALL = ("--tasks", "text", "--length", "64", "--limit", "12", "--diagnosed", "1")
+
+
+def test_eval_writes_prints_and_signs(files, tmp_path, capsys):
+    folder, places = files
+    report, html = tmp_path / "a.report", tmp_path / "a.html"
+    wanted = ("-o", report, "--html", html, "--sign", "--json", "--min-cosine", "0.9")
+    code, out, _ = _run(capsys, "eval", folder / "right.map", *SMALL, *places, *wanted)
+    assert code == 0
+    figures = json.loads(out)
+    assert figures["arms"]["mapped"]["nll"] == pytest.approx(figures["arms"]["native"]["nll"])
+    assert figures["report"] == str(report)
+    assert (folder / "right.map.evidence.json").exists()
+    assert html.read_text().startswith("<!doctype html>")
+    code, out, err = _run(capsys, "eval", folder / "right.map", *SMALL, *places, "-o", report)
+    assert code == 2
+    assert "exists already" in err
+    code, out, _ = _run(capsys, "report", report, report)
+    assert code == 0
+    assert "native nll" in out
+
+
+def test_missed_floor_exits_with_3_after_printing(files, capsys):
+    folder, places = files
+    floor = ("--max-kl", "0.01")
+    code, out, err = _run(capsys, "eval", folder / "zero.map", *SMALL, *places, *floor)
+    assert code == 3
+    assert "verdict: " in out
+    assert "wrong_document" in out
+    assert "above --max-kl 0.01" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tasks", "dmeo"), "did you mean demo"),
+        (("--tasks", ","), "expected names joined by commas"),
+        (("--length", "3"), "expected numbers from 4"),
+        (("--history", "none"), "expected own or gold"),
+        (("--tasks", "coqa", "--data", "."), "holds no folder coqa"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_2(files, capsys, options, message):
+    folder, places = files
+    code, out, err = _run(capsys, "eval", folder / "right.map", *places, *options)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_predict_runs_no_task(files, capsys):
+    folder, places = files
+    arguments = ("--predict", "--length", "64", "--json")
+    code, out, _ = _run(capsys, "eval", folder / "right.map", *places, *arguments)
+    assert code == 0
+    assert json.loads(out)["cosine"] > 0.999
+    assert json.loads(out)["maps"] == 0
