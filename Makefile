@@ -32,6 +32,7 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python examples/readme.py
 
 # Train the embedded models anew (hours).
 tiny: $(READY)

@@ -19,6 +19,7 @@ ORDER = (
     ("artifacts", "columns", "rope"),
     ("cache", "moments", "text"),
     ("models", "calibration", "layers", "ranks"),
+    ("triton_map",),
     ("engine",),
     ("mapping", "collect"),
     ("handoff", "merge", "fit"),

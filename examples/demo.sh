@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# A handoff between two embedded models, from nothing: fit, transfer, how good, how fast.
+set -euo pipefail
+
+examples=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export HF_HUB_OFFLINE=1 KVMAP_CACHE="$scratch/cache"
+cd "$scratch"
+
+step() {
+    printf '\n$ %s\n' "$*"
+    "$@"
+}
+
+python "$examples/story.py" > story.txt 2> answer.txt
+step kvmap fit tiny-m tiny-l -o m-l.map --sequences 100 --length 512
+step kvmap transfer m-l.map --prompt-file story.txt --generate 1 --compare
+printf 'the story says: %s\n' "$(cat answer.txt)"
+step kvmap eval m-l.map --limit 100
+step kvmap bench m-l.map --context 1024,4096 --budget 5
