@@ -19,7 +19,7 @@ from kvmap.bench.costs import map_cost
 from kvmap.bench.machine import Machine
 from kvmap.bench.memory import peak_bytes
 from kvmap.cache import KVCache
-from kvmap.handoff import handoff
+from kvmap.handoff import handoff, tail_length
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
@@ -116,13 +116,19 @@ def _bench_context(cmap, source, target, tokens, options, machine) -> Context:
     peak = peak_bytes(
         lambda: made.append(handoff(cmap, target, cache, token_ids).cache), target.device
     )
-    cost = map_cost(cmap, tokens, target.dtype.itemsize)
+    cost = map_cost(cmap, _mapped_tokens(cmap, tokens), target.dtype.itemsize)
     record = {
         "source": source.signature.name,
         "target": target.signature.name,
         **cost.shares(parts["map"].median, machine),
     }
     return Context(tokens, parts, peak, peak - made[0].bytes, record)
+
+
+def _mapped_tokens(cmap: CacheMap, tokens: int) -> int:
+    """Return how many tokens of a context the target does not read itself."""
+    rest = tokens - tail_length(cmap.options.native_tail, tokens)
+    return rest - min(cmap.options.native_head, rest)
 
 
 def _token_ids(loaded: LoadedModel, tokens: int, seed: int) -> torch.Tensor:
