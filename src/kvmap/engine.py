@@ -13,6 +13,7 @@ Here every cache tensor [B, H, T, D] is seen as [G, B, T, H/G, D].
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -62,11 +63,26 @@ def apply(cmap: CacheMap, cache: KVCache, first: FirstLayer | None, out: KVCache
         first: The target's own layer 0 for the same tokens, where the map reads it.
         out: [B, H_t, T, D_t] per layer; views of a larger cache will do.
     """
+    if _kernel_wanted(cache):
+        from kvmap import triton_map
+
+        if triton_map.usable(cmap):
+            triton_map.apply(cmap, cache, out)
+            return
     work = _Workspace.of(cmap, cache)
     for start in range(0, cache.tokens, work.chunk):
         stop = min(start + work.chunk, cache.tokens)
         part = None if first is None else tuple(tensor[:, :, start:stop] for tensor in first)
         _Chunk(cmap, cache.slice(start, stop), part, work).write(out.slice(start, stop))
+
+
+def _kernel_wanted(cache: KVCache) -> bool:
+    """Return whether the fused kernel is asked for, where it can run.
+
+    It is not the default: it has been checked, but not yet measured on a GPU.
+    """
+    able = cache.keys[0].is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return able and os.environ.get("KVMAP_TRITON") == "1"
 
 
 def prepare(cmap: CacheMap, device: torch.device | str) -> CacheMap:

@@ -51,6 +51,14 @@ class Angles:
             return out.copy_(content)
         return _turn(content, *self._cos_sin(table), table, out)
 
+    def planes(self, table: RopeTable | None, count: int, undo: bool) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [..., count] by which a kernel turns, or undoes a turn."""
+        if table is None:
+            still = torch.zeros(*self.positions.shape, count, device=self.positions.device)
+            return still + 1.0, still
+        scale = 1.0 / (table.scaling * table.scaling) if undo else 1.0
+        return tuple((part * scale).contiguous() for part in self._cos_sin(table))
+
     def _cos_sin(self, table: RopeTable) -> tuple[Tensor, Tensor]:
         """Return cos and sin [..., planes], times the attention scaling."""
         if table not in self.made:
