@@ -107,6 +107,8 @@ def test_gap_recovered_keeps_its_sign():
 def test_gap_is_undefined_without_a_gap():
     native, source, mapped = _arms(0.6, 0.6, 0.6)
     assert st.gap_recovered(mapped, source, native) == st.Interval(None)
+    native, source, mapped = _arms(0.605, 0.6, 0.605)  # one answer of 200: no gap for sure
+    assert st.gap_recovered(mapped, source, native) == st.Interval(None)
     native, source, mapped = _arms(0.5, 0.7, 0.6)
     assert st.gap_recovered(mapped, source, native) == st.Interval(None)
 

@@ -71,7 +71,10 @@ Diagnosed = Annotated[
 
 def _floor(name: str, what: str) -> type:
     return Annotated[
-        float | None, typer.Option(name, metavar="X", help=f"Exit 3 if {what} may be beyond X.")
+        float | None,
+        typer.Option(
+            name, metavar="X", parser=options.number, help=f"Exit 3 if {what} may be beyond X."
+        ),
     ]
 
 
@@ -120,10 +123,13 @@ def run(
     from kvmap.evaluate import evidence
     from kvmap.evaluate.evaluation import EvaluateOptions
     from kvmap.evaluate.gates import Gates, enforce
+    from kvmap.evaluate.report import report_files
 
     out = Output(as_json, quiet)
-    for path in filter(None, (output, html)):
+    for path in (*(report_files(output) if output else ()), *filter(None, (html,))):
         refuse_overwrite(path, force)
+        if path.resolve() == cmap.resolve():
+            raise UsageError(f"{path}: is the map itself; choose another path with --output")
     asked = inputs.given(
         EvaluateOptions,
         tasks=_tasks(tasks, messages),
@@ -169,7 +175,7 @@ def _lengths(given: str | None) -> tuple[int, ...] | None:
     if given is None:
         return None
     parts = [part.strip() for part in given.split(",")]
-    if not all(part.isdecimal() and int(part) >= 4 for part in parts):
+    if not all(part.isdecimal() and 4 <= int(part[:10]) < 10**9 for part in parts):
         raise UsageError(f"found --length {given!r}, expected numbers from 4, joined by commas")
     return tuple(int(part) for part in parts)
 
@@ -195,11 +201,10 @@ def _open(path: Path, places: tuple) -> tuple[Any, Any, Any]:
 
 def _folder() -> Path:
     """Return where unfinished evaluations and the maps seen so far are kept."""
+    from kvmap import atomic
     from kvmap.pipeline import cache_folder
 
-    folder = cache_folder() / "evaluations"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return atomic.make_folder(cache_folder() / "evaluations")
 
 
 def _evaluate(out: Output, path: Path, asked: Any, places: tuple) -> Any:
