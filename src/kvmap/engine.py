@@ -60,7 +60,7 @@ def apply(cmap: CacheMap, cache: KVCache, first: FirstLayer | None, out: KVCache
 
     Args:
         cache: The source's; keys rotated, [B, H_s, T, D_s].
-        first: The target's own layer 0 for the same tokens, where the map reads it.
+        first: Keys and values of the target's own lowest layers, where the map reads them.
         out: [B, H_t, T, D_t] per layer; views of a larger cache will do.
     """
     if _kernel_wanted(cache):
@@ -232,7 +232,7 @@ class _Chunk:
             self._lay(pair, place * work.layout.source, tables[layer], both=cmap.options.joint)
         if cmap.options.anchor:
             start = work.layout.columns - work.layout.anchor
-            self._lay(first, start, cmap.target.geometry.rope[0], both=True)
+            self._lay(first[:2], start, cmap.target.geometry.rope[0], both=True)
 
     def _assigned(self, tensor: Tensor) -> Tensor:
         """Return the source heads that the target heads read, [B, G, T, D]."""
@@ -250,7 +250,7 @@ class _Chunk:
     def _rows(self, buffer: Tensor, columns: slice, heads: int) -> Tensor:
         """See columns of a buffer's first rows as [G, B, T, heads, D]."""
         rows = buffer[:, : self.shape[0] * self.shape[1], columns]
-        return rows.unflatten(1, self.shape).unflatten(3, (heads, -1))
+        return rows.view(rows.shape[0], *self.shape, heads, rows.shape[2] // heads)
 
     def _lay(self, pair: tuple[Tensor, Tensor], start: int, table, both: bool) -> None:
         """Write one layer's content keys and values into X.
@@ -275,8 +275,8 @@ class _Chunk:
         for index, layer in enumerate(self.cmap.layers):
             keys, values = out.keys[index], out.values[index]
             if layer is None:
-                keys.copy_(self.first[0])
-                values.copy_(self.first[1])
+                keys.copy_(self.first[2 * index])
+                values.copy_(self.first[2 * index + 1])
                 continue
             segments = self.work.layout.segments(layer.source_layers)
             x = self._gather("key", segments)
@@ -296,7 +296,9 @@ class _Chunk:
 
     def _product(self, affine: Affine, x: Tensor) -> Tensor:
         """Return X·W + b, or what else the part computes, as [G, B, T, H/G, D]."""
-        here = affine.each(lambda tensor: tensor.to(x.device, x.dtype, non_blocking=True))
+        here = affine
+        if (affine.weight.device, affine.weight.dtype) != (x.device, x.dtype):
+            here = affine.each(lambda tensor: tensor.to(x.device, x.dtype, non_blocking=True))
         made = self.work.products[:, : x.shape[1]]
         if here.plain:
             torch.baddbmm(here.bias[:, None], x, here.weight, out=made)

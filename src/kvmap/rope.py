@@ -36,6 +36,8 @@ class Angles:
         """Take positions of any shape that broadcasts against keys without their last dimension."""
         self.positions = positions
         self.made: dict[RopeTable, tuple[Tensor, Tensor]] = {}
+        # To hash a table takes longer than to turn a short key: look for the object first.
+        self.found: dict[int, tuple[RopeTable, tuple[Tensor, Tensor]]] = {}
 
     def undo(self, keys: Tensor, table: RopeTable | None, out: Tensor) -> Tensor:
         """Write content keys into `out`, which shares no memory with `keys`, and return it."""
@@ -61,10 +63,13 @@ class Angles:
 
     def _cos_sin(self, table: RopeTable) -> tuple[Tensor, Tensor]:
         """Return cos and sin [..., planes], times the attention scaling."""
+        if id(table) in self.found:
+            return self.found[id(table)][1]
         if table not in self.made:
             frequencies = _frequencies(table.inverse_frequencies, str(self.positions.device))
             angles = self.positions[..., None].float() * frequencies
             self.made[table] = (angles.cos() * table.scaling, angles.sin() * table.scaling)
+        self.found[id(table)] = table, self.made[table]  # kept alive, so its id stays its own
         return self.made[table]
 
 
