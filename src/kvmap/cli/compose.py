@@ -24,7 +24,10 @@ def run(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Make one map of two linear ones; the hub's own head and tail are lost."""
+    """Make one map of two linear ones.
+
+    The hub's own head and tail are lost.
+    """
     from kvmap.artifacts import refuse_overwrite
     from kvmap.fit.compose import compose
     from kvmap.mapping import CacheMap
