@@ -107,8 +107,7 @@ def input_rows(cmap: CacheMap, layers: tuple[int, ...], kind: str) -> tuple[Rows
         for head in range(source.kv_heads)
     ]
     if cmap.options.anchor:
-        at = cmap.options.anchor_layer
-        names += [("target", at, part, head) for part in KINDS for head in range(target.kv_heads)]
+        names += [("target", 0, part, head) for part in KINDS for head in range(target.kv_heads)]
     rows, stop = {}, 0
     for name in names:
         start, stop = stop, stop + (source if name[0] == "source" else target).head_size

@@ -83,8 +83,7 @@ def map_with_gradient(cmap: CacheMap, source: KVCache, own: KVCache) -> KVCache:
         entries[at] = {"key": content, "value": source.values[at].float()}
     anchors = []
     if cmap.options.anchor:
-        at = cmap.options.anchor_layer
-        anchors = [strip(own.keys[at], own.positions, tables[at]), own.values[at].float()]
+        anchors = [strip(own.keys[0], own.positions, tables[0]), own.values[0].float()]
     keys, values = list(own.keys), list(own.values)
     for at, layer in enumerate(cmap.layers):
         if layer is not None:

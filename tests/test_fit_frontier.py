@@ -1,0 +1,43 @@
+"""What quality costs: which candidates are worth having, and which a budget picks."""
+
+import dataclasses
+
+import pytest
+
+from kvmap import fit, pipeline
+from kvmap.errors import UsageError
+from kvmap.fit.frontier import Point, marked, within
+
+POINTS = [
+    Point(fit.recipe("kvmap"), parameters=10 * n, cost=cost, divergence=kl)
+    for n, (cost, kl) in enumerate([(0.3, 0.1), (0.1, 0.5), (0.2, 0.6), (0.4, 0.1)])
+]
+
+
+def test_a_point_is_on_the_frontier_where_no_cheaper_one_is_as_good():
+    found = [(point.cost, point.best) for point in marked(POINTS)]
+    assert found == [(0.1, True), (0.2, False), (0.3, True), (0.4, False)]
+
+
+@pytest.mark.parametrize(("budget", "cost"), [(0.1, 0.1), (0.25, 0.1), (0.3, 0.3), (9, 0.3)])
+def test_a_budget_picks_the_best_it_can_pay(budget, cost):
+    assert within(POINTS, budget).cost == cost
+
+
+def test_a_budget_too_small_is_refused():
+    with pytest.raises(UsageError, match=r"no map costs at most 0\.05.*cheapest takes 0\.1"):
+        within(POINTS, 0.05)
+
+
+def test_candidates_are_measured_on_the_pair(pair, calibration):
+    """All heads cost most; without an exact answer in reach nothing is perfect or useless."""
+    found = calibration("noisy_image")
+    recipe = dataclasses.replace(fit.recipe("kvmap"), ridge=1e-4)
+    openers = tuple(lambda model=model: model for model in pair("noisy_image"))
+    points = pipeline.cost_quality(found, recipe, lambda *_: None, openers)
+    assert {point.recipe.options.heads for point in points} == {"all", "matched"}
+    assert points == sorted(points, key=lambda point: (point.cost, point.divergence))
+    assert all(0 <= point.divergence < 1 for point in points)
+    dearest = points[-1].recipe
+    assert (dearest.options.heads, dearest.options.joint, dearest.k) == ("all", True, 3)
+    assert points[0].best
