@@ -46,6 +46,7 @@ def variants() -> dict[str, Recipe]:
         "kvmap - anchor": without(anchor=False),
         "kvmap - native tail": without(native_tail=1),
         "kvmap - λ held-out": replace(best, ridge=1e-2),
+        "kvmap + 2 native layers": without(native_layers=2),
         "kvmap + row weights": replace(best, weights="attention"),
         "cachebridge - row weights": weightless,
     }
