@@ -31,15 +31,18 @@ def shapes(name: str):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+CASES = [(name, torch.float32) for name in SHAPES] + [("more heads", torch.bfloat16)]
+
+
 @pytest.mark.parametrize("heads", ["all", "matched"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_kernel_computes_the_formula(monkeypatch, name, heads, dtype):
     """Tiles are partial: 20 tokens in tiles of 16, and heads of 4 to 8 channels."""
     monkeypatch.setattr(triton_map, "TOKENS", 16)
     pair = shapes(name)
     cmap = made(pair, MapOptions(heads=heads)).to("cpu", dtype)
-    cache = drawn(pair[0], tokens=20).to(dtype=dtype)
+    batch = 2 if name == "fewer heads" else 1
+    cache = drawn(pair[0], tokens=20, batch=batch).to(dtype=dtype)
     assert triton_map.usable(cmap)
     out = empty_cache(pair[1], cache.positions, dtype)
     triton_map.apply(cmap, cache, out)

@@ -60,6 +60,7 @@ def _map_tile(
     rows: tl.constexpr,
     block: tl.constexpr,
     half_t: tl.constexpr,
+    widen: tl.constexpr,
 ):
     """Compute `rows` tokens of one target head."""
     start = tl.program_id(0) * rows
@@ -102,14 +103,21 @@ def _map_tile(
             x = x.to(kind)
             y = y.to(kind)
             right = size_t // 2
-            first += tl.dot(x, tl.load(above, mask=load, other=0.0), input_precision="ieee")
-            first += tl.dot(y, tl.load(below, mask=load, other=0.0), input_precision="ieee")
-            second += tl.dot(
-                x, tl.load(above + right, mask=load, other=0.0), input_precision="ieee"
-            )
-            second += tl.dot(
-                y, tl.load(below + right, mask=load, other=0.0), input_precision="ieee"
-            )
+            upper_first = tl.load(above, mask=load, other=0.0)
+            lower_first = tl.load(below, mask=load, other=0.0)
+            upper_second = tl.load(above + right, mask=load, other=0.0)
+            lower_second = tl.load(below + right, mask=load, other=0.0)
+            if widen:
+                x = x.to(tl.float32)
+                y = y.to(tl.float32)
+                upper_first = upper_first.to(tl.float32)
+                lower_first = lower_first.to(tl.float32)
+                upper_second = upper_second.to(tl.float32)
+                lower_second = lower_second.to(tl.float32)
+            first += tl.dot(x, upper_first, input_precision="ieee")
+            first += tl.dot(y, lower_first, input_precision="ieee")
+            second += tl.dot(x, upper_second, input_precision="ieee")
+            second += tl.dot(y, lower_second, input_precision="ieee")
     offset = bias + group * width + column
     first += tl.load(offset, mask=valid, other=0.0).to(tl.float32)[None, :]
     second += tl.load(offset + size_t // 2, mask=valid, other=0.0).to(tl.float32)[None, :]
@@ -188,6 +196,8 @@ def map_kind(
         rows=TOKENS,
         block=min(INPUTS, triton.next_power_of_2(max(size_s // 2, 16))),
         half_t=half,
+        # The interpreter multiplies the bits of bf16 numbers as integers.
+        widen=not out.is_cuda,
     )
     return out
 
