@@ -361,7 +361,7 @@ def test_clear_removes_calibrations_only(run, tmp_path):
     clear(tmp_path / "c")
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "one").write_text("dear")
-    with pytest.raises(UsageError, match=r"exists and is no calibration"):
+    with pytest.raises(UsageError, match=r"letters: holds 'one' too, and is left alone"):
         clear(tmp_path / "letters")
     assert (tmp_path / "letters" / "one").exists()
 

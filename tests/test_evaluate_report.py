@@ -14,7 +14,7 @@ from kvmap.evaluate import evaluation, evidence, gates, runner
 from kvmap.evaluate.arms import make_pair
 from kvmap.evaluate.evaluation import EvaluateOptions, evaluate
 from kvmap.evaluate.page import page
-from kvmap.evaluate.report import Report, build, json_path
+from kvmap.evaluate.report import Report, build, report_files
 from kvmap.models import Checkpoint
 from kvmap.models.load import wrap
 
@@ -57,7 +57,7 @@ def test_report_survives_its_files(found, tmp_path):
     assert set(loaded.tensors) == set(found.tensors)
     assert loaded.labels["demo"] == found.labels["demo"]
     assert loaded.tensors["tasks.demo.accuracy.mapped"].shape == (6,)
-    assert artifacts.read_json(json_path(path), "report")["verdict"] == found.verdict
+    assert artifacts.read_json(report_files(path)[1], "report")["verdict"] == found.verdict
 
 
 def test_equal_evaluations_give_equal_bytes(found, tmp_path):

@@ -164,7 +164,7 @@ def peek(path: str | Path) -> str:
         UsageError: It is no kvmap artifact.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # which takes a name of any length
         return header.read_json(path / header.INDEX, "calibration")["kind"]
     if path.suffix == ".json":
         return header.read_json(path)["kind"]
@@ -175,11 +175,10 @@ def refuse_overwrite(path: str | Path, force: bool) -> None:
     """Stop before any work whose result would land on something, or nowhere.
 
     Raises:
-        UsageError: The path exists and `force` is not set, or its folder does not exist.
+        UsageError: The path exists and `force` is not set, is no ordinary file, or its folder
+            does not exist.
     """
-    folder = Path(os.path.realpath(path)).parent
-    if not folder.is_dir():
-        raise UsageError(f"{path}: no such folder; run `mkdir -p {folder}` first")
+    atomic.check_replaceable(path)
     if os.path.lexists(path) and not force:
         raise UsageError(f"{path}: exists already; pass --force to replace it")
 
@@ -202,7 +201,9 @@ def _safetensors(tensors: Mapping[str, Tensor], text: str) -> Iterator[atomic.Ch
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    # A contiguous tensor of one element may have any stride, which no view of bytes takes.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

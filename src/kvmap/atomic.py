@@ -28,7 +28,7 @@ def write(path: str | Path, chunks: Iterable[Chunk], private: bool = False) -> P
     """
     # A link keeps pointing where it did; the file behind it is replaced.
     target = Path(os.path.realpath(path))
-    _check_replaceable(path, target)
+    check_replaceable(path)
     _sweep(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -48,7 +48,29 @@ def write(path: str | Path, chunks: Iterable[Chunk], private: bool = False) -> P
     return Path(path)
 
 
-def _check_replaceable(path: str | Path, target: Path) -> None:
+def make_folder(path: Path) -> Path:
+    """Make a folder and those above it, and return it.
+
+    Raises:
+        KvmapError: Something else has its name, or a folder above cannot be written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise KvmapError(
+            f"{path}: the folder could not be made ({error.strerror}); choose another with "
+            "--output, or with KVMAP_CACHE if it is the cache folder"
+        ) from error
+    return path
+
+
+def check_replaceable(path: str | Path) -> None:
+    """Refuse a path that `write` would not replace.
+
+    Raises:
+        UsageError: It is a folder or a device, or its folder does not exist.
+    """
+    target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise UsageError(f"{path}: no such folder; run `mkdir -p {target.parent}` first")
     # As root, replacing /dev/null would take the device away from the whole machine.

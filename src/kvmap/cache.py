@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvmap import artifacts
+from kvmap import artifacts, header
 from kvmap.errors import UsageError
 from kvmap.geometry import Signature
 
@@ -124,7 +124,7 @@ def load_cache(path: Path | str) -> tuple[KVCache, Signature]:
     """
     artifact = artifacts.open_artifact(path, "cache")
     names = set(artifact.names())
-    try:
+    with header.sound(path, "cache"):
         signature = Signature.from_json(artifact.metadata["model"])
         layers = range(signature.geometry.layers)
         cache = KVCache(
@@ -134,10 +134,6 @@ def load_cache(path: Path | str) -> tuple[KVCache, Signature]:
             artifact.tensor("token_ids") if "token_ids" in names else None,
             artifact.tensor("mask") if "mask" in names else None,
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{path}: the cache lacks {error}; make it again with `kvmap transfer`"
-        ) from error
     check_shapes(cache, signature, str(path))
     return cache, signature
 

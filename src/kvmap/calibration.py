@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmap import artifacts
+from kvmap import artifacts, header
 from kvmap.columns import KINDS, groups
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, Signature, json_digest
 from kvmap.moments import Moments, Rows
 
 INDEX = "index.json"
+FILE = re.compile(r"(source|target|head)-\d+\.safetensors")
 SPLITS = ("train", "held_out")
 
 
@@ -37,19 +40,16 @@ class Calibration:
             UsageError: There is no finished calibration, or its index is not sound.
         """
         path = Path(path)
-        if not (path / INDEX).exists():
-            state = "an unfinished run" if (path / "run.json").exists() else "no calibration"
+        if not os.path.exists(path / INDEX):  # which takes a name of any length
+            state = "an unfinished run" if os.path.exists(path / "run.json") else "no calibration"
             raise UsageError(
                 f"{path}: found {state}, expected a folder with {INDEX}; "
                 "run `kvmap collect` to make it"
             )
         index = artifacts.read_json(path / INDEX, "calibration")
-        try:
+        with header.sound(path / INDEX, "calibration"):
             source, target = (Signature.from_json(index[side]) for side in ("source", "target"))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(
-                f"{path / INDEX}: the index is not sound ({error}); run `kvmap collect` again"
-            ) from error
+            _check_index(index)
         return cls(path, source, target, index)
 
     @property
@@ -68,12 +68,21 @@ class Calibration:
     @property
     def bytes(self) -> int:
         """Bytes of all its files."""
-        return sum(file.stat().st_size for file in self.path.iterdir())
+        return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
 
     @cached_property
     def sequences(self) -> dict[str, Tensor]:
-        """Return `token_ids` [N, T] and `held_out` [N]."""
-        return artifacts.open_artifact(self.path / "tokens.safetensors", "tokens").tensors()
+        """Return `token_ids` [N, T] and `held_out` [N].
+
+        Raises:
+            UsageError: They are not of the index's shape.
+        """
+        path = self.path / "tokens.safetensors"
+        artifact = artifacts.open_artifact(path, "tokens")
+        count = self.index["sequences"]
+        for name, shape in (("token_ids", (count, self.index["length"])), ("held_out", (count,))):
+            _require_shape(artifact, name, shape)
+        return artifact.tensors()
 
     def token_ids(self, split: str) -> Tensor:
         """Return the sequences [N, T] of "train" or "held_out"."""
@@ -85,7 +94,10 @@ class Calibration:
         path = self.path / "moments.safetensors"
         if not path.exists():
             return self._moments_from_dump(self.index["options"]["native_head"])
-        return load_moments(path)[0]
+        made, metadata = load_moments(path)
+        for side, expected in (("source", self.source), ("target", self.target)):
+            _require_model(path, metadata[side], expected)
+        return made
 
     @cached_property
     def _moments_with_head(self) -> dict[str, Moments]:
@@ -116,7 +128,14 @@ class Calibration:
     def shards(self):
         """Yield (rows, position [n], sequence [n]) of each dumped shard."""
         for shard in self.index["shards"]:
-            yield load_rows(self.path / shard["source"], self.path / shard["target"])
+            paths = (self.path / shard["source"], self.path / shard["target"])
+            rows, position, sequence = load_rows(*paths, (self.source, self.target))
+            if not all(0 <= at < self.index["sequences"] for at in sequence.unique().tolist()):
+                raise UsageError(
+                    f"{paths[0]}: holds sequences that this calibration has not; "
+                    "run `kvmap collect` again"
+                )
+            yield rows, position, sequence
 
     def moments(self, split: str, with_head: bool = False) -> Moments:
         """Return the moments of "train" or "held_out".
@@ -147,7 +166,7 @@ def _head_rows(
     return Rows(
         {
             (side, kind): tuple(
-                artifact.tensor(f"{side}.{kind}.{layer}")[members]
+                _entries(artifact, f"{side}.{kind}.{layer}", len(members), geometry)[members]
                 for layer in range(geometry.layers)
             )
             for side, geometry in zip(("source", "target"), geometries, strict=True)
@@ -173,39 +192,98 @@ def save_moments(path: Path, moments: dict[str, Moments], metadata: dict[str, An
 
 
 def load_moments(path: Path) -> tuple[dict[str, Moments], dict[str, Any]]:
-    """Read train and held-out moments and their metadata."""
+    """Read train and held-out moments and their metadata.
+
+    Raises:
+        UsageError: The file is no sound moments artifact, or its shapes are not its models'.
+    """
     artifact = artifacts.open_artifact(path, "moments")
-    geometries = tuple(
-        Signature.from_json(artifact.metadata[side]).geometry for side in ("source", "target")
-    )
+    with header.sound(path, "moments"):
+        geometries = tuple(
+            Signature.from_json(artifact.metadata[side]).geometry for side in ("source", "target")
+        )
+        scope = (artifact.metadata["heads"], artifact.metadata["joint"])
     made = {}
     for split in SPLITS:
-        made[split] = empty_moments(
-            *geometries, artifact.metadata["heads"], artifact.metadata["joint"]
-        )
-        for name in made[split].tensors:
+        made[split] = empty_moments(*geometries, *scope)
+        for name, empty in made[split].tensors.items():
+            _require_shape(artifact, f"{split}.{name}", tuple(empty.shape))
             made[split].tensors[name] = artifact.tensor(f"{split}.{name}")
     return made, artifact.metadata
 
 
-def load_rows(source: Path, target: Path) -> tuple[Rows, Tensor, Tensor]:
+def load_rows(
+    source: Path, target: Path, models: tuple[Signature, Signature]
+) -> tuple[Rows, Tensor, Tensor]:
     """Read one shard: rows of both models, their positions and sequence numbers [n].
 
     Raises:
-        UsageError: The two files hold different tokens.
+        UsageError: The two files hold different tokens, or rows of other models.
     """
     opened = {
         "source": artifacts.open_artifact(source, "dump"),
         "target": artifacts.open_artifact(target, "dump"),
     }
     entries = {}
-    for side, artifact in opened.items():
-        layers = Signature.from_json(artifact.metadata["model"]).geometry.layers
+    for (side, artifact), expected in zip(opened.items(), models, strict=True):
+        _require_model(artifact.path, artifact.metadata.get("model"), expected)
+        for name in ("position", "sequence"):
+            _require_shape(artifact, name, (len(artifact.tensor("position")),))
         for kind in KINDS:
             entries[side, kind] = tuple(
-                artifact.tensor(f"{kind}.{layer}") for layer in range(layers)
+                _entries(
+                    artifact, f"{kind}.{at}", len(artifact.tensor("position")), expected.geometry
+                )
+                for at in range(expected.geometry.layers)
             )
     places = {side: (a.tensor("position"), a.tensor("sequence")) for side, a in opened.items()}
     if not all(torch.equal(*pair) for pair in zip(places["source"], places["target"], strict=True)):
         raise UsageError(f"{source} and {target} hold different tokens; run `kvmap collect` again")
     return Rows(entries), *places["source"]
+
+
+def _entries(artifact: artifacts.Artifact, name: str, rows: int, geometry: Geometry) -> Tensor:
+    """Return one layer's rows [n, H, D]."""
+    _require_shape(artifact, name, (rows, geometry.kv_heads, geometry.head_size))
+    return artifact.tensor(name)
+
+
+def _require_shape(artifact: artifacts.Artifact, name: str, shape: tuple[int, ...]) -> None:
+    if artifact.shape(name) != shape:
+        raise header.unusable(
+            artifact.path,
+            f"{name!r} has shape {artifact.shape(name)}, expected {shape}",
+            artifact.kind,
+        )
+
+
+def _require_model(path: Path, found: Any, expected: Signature) -> None:
+    with header.sound(path, "calibration"):
+        model = Signature.from_json(found)
+    if model.digest != expected.digest:
+        raise UsageError(
+            f"{path}: is of {model.name} (digest {model.digest[:12]}), expected {expected.name} "
+            f"(digest {expected.digest[:12]}); run `kvmap collect` again"
+        )
+
+
+_OPTIONS = {"stride": int, "native_head": int, "heads": str, "joint": bool}
+
+
+def _check_index(index: dict[str, Any]) -> None:
+    """Check what is read of an index; its files must lie in its own folder.
+
+    Raises:
+        ValueError: Or whatever a missing key or a wrong type raises.
+    """
+    numbers = [index["sequences"], index["length"]]
+    if not all(type(number) is int and 0 < number < 2**31 for number in numbers):
+        raise ValueError("sequences and length must be numbers from 1")
+    options = index["options"] | {"text": index["text"], "digest": index["tokens_digest"]}
+    for name, kind in (_OPTIONS | {"dump": bool, "moments": bool, "digest": str}).items():
+        if type(options[name]) is not kind:
+            raise ValueError(f"{name} is no {kind.__name__}")
+    names = [shard[side] for shard in index["shards"] for side in ("source", "target")]
+    for name in (*names, *index["heads"]):
+        if not FILE.fullmatch(name):
+            raise ValueError(f"{name[:40]!r} is no file of a calibration")

@@ -8,7 +8,10 @@ written last: without it there is no calibration.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmap import artifacts
+from kvmap import artifacts, atomic
 from kvmap.calibration import (
     INDEX,
     SPLITS,
@@ -37,6 +40,11 @@ from kvmap.rope import strip
 
 RUN = "run.json"
 PARTIAL = "moments.partial.safetensors"
+# All that a calibration or an interrupted run may hold; nothing else is ever removed.
+FILES = re.compile(
+    r"\.?(index\.json|run\.json|(tokens|moments|(\d+\.)?moments\.partial|(source|target|head)-\d+)"
+    r"\.safetensors)(\.\d+\.tmp)?"
+)
 # Without a dump, moments are saved this often, so that an interrupted run loses little.
 SAVE_SECONDS = 30.0
 
@@ -80,6 +88,7 @@ def collect(
     text: dict[str, Any],
     progress: Progress = lambda step, done, total: None,
     together: bool = True,
+    force: bool = False,
 ) -> Calibration:
     """Fill a calibration folder and return it.
 
@@ -93,6 +102,8 @@ def collect(
         progress: Told a step's name, shards done and shards in all.
         together: Keep both models in memory; otherwise one after the other, which keeps
             all rows on disk until the end.
+        force: Remove the calibration or interrupted run in the folder, once all else is known
+            to be in order.
 
     Raises:
         UsageError: The models cannot be paired, or the folder holds another run.
@@ -100,7 +111,7 @@ def collect(
     check_options(options, token_ids)
     with ranks() as team:
         run = _Run(_Models(openers, together), token_ids, out, options, text, team)
-        if run.start():
+        if run.start(force):
             return run.tidy()
         steps = {"source": run.source_rows, "target": run.target_rows, "moments": run.add_moments}
         passes = [steps] if together else [{name: step} for name, step in steps.items()]
@@ -191,7 +202,7 @@ class _Run:
         self.added = 0  # shards in the moments
         self.saved_at = time.monotonic()
 
-    def start(self) -> bool:
+    def start(self, force: bool = False) -> bool:
         """Write down what this run is, or check that an interrupted one was the same.
 
         Returns:
@@ -200,19 +211,21 @@ class _Run:
         Raises:
             UsageError: The folder holds something else.
         """
-        finished = self.team.agree(self.team.first and self._begin())
+        finished = self.team.agree(self.team.first and self._begin(force))
         if not finished:
             self._start_moments()
         return finished
 
-    def _begin(self) -> bool:
+    def _begin(self, force: bool) -> bool:
+        if force:
+            clear(self.out)
         path = self.out / RUN
         finished = (self.out / INDEX).exists()
         if finished and not path.exists():
             raise UsageError(
                 f"{self.out}: holds a finished calibration; pass --force to replace it"
             )
-        self.out.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(self.out)
         record = artifacts.without_nan(self._record())
         if path.exists() and artifacts.read_json(path, "run") != record:
             raise UsageError(
@@ -290,7 +303,9 @@ class _Run:
         """Add a shard's rows to the moments; without a dump, keep it until they are on disk."""
         if not self.options.moments or shard < self.added:
             return
-        rows, position, sequence = load_rows(self._path(0, shard), self._path(1, shard))
+        paths = (self._path(0, shard), self._path(1, shard))
+        pair = (self.models.source, self.models.target)
+        rows, position, sequence = load_rows(*paths, pair)
         head = position < self.options.native_head
         out = self.held_out[sequence]
         for split, members in (("train", ~out), ("held_out", out)):
@@ -405,10 +420,15 @@ def clear(out: Path) -> None:
     Raises:
         UsageError: The folder holds neither.
     """
-    if not out.exists():
+    if not os.path.lexists(out):
         return
-    if not (out / INDEX).exists() and not (out / RUN).exists() and any(out.iterdir()):
-        raise UsageError(f"{out}: exists and is no calibration; choose another folder")
+    if not out.is_dir():
+        raise UsageError(f"{out}: is no folder; choose another for the calibration")
+    files = sorted(out.iterdir())
+    foreign = [path.name for path in files if path.is_dir() or not FILES.fullmatch(path.name)]
+    if foreign or (files and not _is_ours(out)):
+        held = f"holds {foreign[0]!r} too" if foreign else "is no calibration"
+        raise UsageError(f"{out}: {held}, and is left alone; choose another folder")
     # Killed half way, it is no calibration any more and can still be cleared.
     if (out / INDEX).exists():
         (out / INDEX).replace(out / RUN)
@@ -416,4 +436,13 @@ def clear(out: Path) -> None:
         if path.name != RUN:
             path.unlink()
     (out / RUN).unlink(missing_ok=True)
-    out.rmdir()
+    with contextlib.suppress(OSError):  # a link to a folder, or where a disk is mounted
+        out.rmdir()
+
+
+def _is_ours(out: Path) -> bool:
+    """Return whether a folder says itself that it is a calibration or an interrupted run."""
+    return any(
+        (out / name).is_file() and artifacts.peek(out / name) in ("calibration", "run")
+        for name in (INDEX, RUN)
+    )

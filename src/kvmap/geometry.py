@@ -64,9 +64,18 @@ class Geometry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Geometry:
-        """Rebuild a geometry from `to_json`'s data."""
+        """Rebuild a geometry from `to_json`'s data.
+
+        Raises:
+            ValueError: A number is none, or beyond what any model has.
+        """
         tables = [_table_from_json(table) for table in data["rope_tables"]]
         rope = tuple(tables[index] for index in data["rope"])
+        for name, most in _MOST.items():
+            if type(data[name]) is not int or not 0 <= data[name] <= most:
+                raise ValueError(f"{name} is no number from 0 to {most}")
+        if data["layers"] != len(rope) or 0 in (data["kv_heads"], data["head_size"]):
+            raise ValueError(f"no cache has this shape, with RoPE tables of {len(rope)} layers")
         return cls(**{name: data[name] for name in _SCALARS}, rope=rope)
 
 
@@ -79,6 +88,10 @@ _SCALARS = (
     "vocabulary",
     "max_positions",
     "model_type",
+)
+# Headers come from files: what is larger is damage, not a model.
+_MOST = {"layers": 4096, "kv_heads": 4096, "head_size": 65536} | dict.fromkeys(
+    ("query_heads", "hidden_size", "vocabulary", "max_positions"), 2**31
 )
 
 
@@ -119,7 +132,14 @@ class Signature:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Signature:
-        """Rebuild a signature from `to_json`'s data."""
+        """Rebuild a signature from `to_json`'s data.
+
+        Raises:
+            ValueError: A name or a digest is no text, or the geometry is none.
+        """
+        texts = set(cls.__dataclass_fields__) - {"geometry", "revision"}
+        if not all(isinstance(data[name], str) for name in texts):
+            raise ValueError(f"{', '.join(sorted(texts))} must be text")
         return cls(**{**data, "geometry": Geometry.from_json(data["geometry"])})
 
 

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,20 @@ def require_file(path: Path, kind: str | None) -> None:
         raise unusable(path, f"is a folder, where a {kind or 'kvmap'} file was expected", kind)
     if not stat.S_ISREG(mode):
         raise unusable(path, "is a device or a pipe, not a file", kind)
+
+
+@contextmanager
+def sound(path: str | Path, kind: str) -> Iterator[None]:
+    """Say in one sentence that a header is not as its kind's is, whatever reading it runs into.
+
+    Raises:
+        UsageError: Instead of what a missing key, a wrong type or an impossible number raises.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:120]
+        raise unusable(path, f"the {kind}'s header is not sound ({reason})", kind) from error
 
 
 def unusable(path: str | Path, problem: str, kind: str | None) -> UsageError:

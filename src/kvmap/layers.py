@@ -7,6 +7,7 @@ moments and on held-out sequences apart.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmap import artifacts
+from kvmap import artifacts, header
 from kvmap.columns import KINDS, Block, head_assignment
 from kvmap.geometry import Geometry
 from kvmap.moments import Moments
@@ -119,11 +120,24 @@ def save_layers(
 def load_layers(
     path: Path | str,
 ) -> tuple[LayerScores, tuple[tuple[int, ...], ...], dict[str, Any]]:
-    """Read R² tables, the choice and what it was made from."""
+    """Read R² tables, the choice and what it was made from.
+
+    Raises:
+        UsageError: The file is no sound choice of layers.
+    """
     artifact = artifacts.open_artifact(path, "layers")
     tables = [
         {kind: artifact.tensor(f"{split}.{kind}") for kind in KINDS}
         for split in ("train", "held_out")
     ]
-    layers = tuple(tuple(int(layer) for layer in row) for row in artifact.metadata["layers"])
+    with header.sound(path, "layers"):
+        layers = tuple(tuple(map(operator.index, row)) for row in artifact.metadata["layers"])
+        operator.index(artifact.metadata["k"])
+        targets, sources = tables[0]["key"].shape
+        if {tensor.shape for table in tables for tensor in table.values()} != {(targets, sources)}:
+            raise ValueError("the tables differ in shape")
+        if len(layers) != targets or not all(0 <= s < sources for row in layers for s in row):
+            raise ValueError("the choice is not of the tables' layers")
+        if not all(row and len(set(row)) == len(row) for row in layers):
+            raise ValueError("a target layer reads nothing, or one source layer twice")
     return LayerScores(*tables), layers, artifact.metadata

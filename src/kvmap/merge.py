@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvmap import artifacts
+from kvmap import artifacts, atomic
 from kvmap.calibration import INDEX, SPLITS, Calibration, empty_moments, save_moments
 from kvmap.collect import RUN, clear
 from kvmap.errors import UsageError
@@ -17,7 +17,7 @@ from kvmap.geometry import json_digest
 MUST_AGREE = ("stride", "native_head", "heads", "joint", "dump", "moments")
 
 
-def merge(parts: list[Calibration], out: Path) -> Calibration:
+def merge(parts: list[Calibration], out: Path, force: bool = False) -> Calibration:
     """Fill a folder with the union of calibrations and return it.
 
     Raises:
@@ -27,11 +27,11 @@ def merge(parts: list[Calibration], out: Path) -> Calibration:
         raise UsageError(f"found {len(parts)} calibration to merge, expected at least 2")
     for part in parts[1:]:
         _check(parts[0], part)
-    _start(parts, out)
     token_ids = torch.cat([part.sequences["token_ids"] for part in parts])
     held_out = torch.cat([part.sequences["held_out"] for part in parts])
     if len(token_ids.unique(dim=0)) < len(token_ids):
         raise UsageError("the calibrations share sequences; merge runs over different text")
+    _start(parts, out, force)
     record = {"merged": [part.index["text"] for part in parts]}
     tensors = {"token_ids": token_ids, "held_out": held_out}
     artifacts.write(out / "tokens.safetensors", "tokens", tensors, {"text": record}, private=True)
@@ -43,12 +43,16 @@ def merge(parts: list[Calibration], out: Path) -> Calibration:
     return Calibration.open(out)
 
 
-def _start(parts: list[Calibration], out: Path) -> None:
+def _start(parts: list[Calibration], out: Path, force: bool) -> None:
     """Write down what this merge is; what a killed one of the same parts left is removed."""
     record = {"kind": "run", "merge": [part.digest for part in parts]}
+    if any(part.path.resolve() == out.resolve() for part in parts):
+        raise UsageError(f"{out}: is one of the calibrations to merge; choose another folder")
+    if force:
+        clear(out)
     if (out / RUN).exists() and artifacts.read_json(out / RUN, "run") == record:
         clear(out)
-    out.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(out)
     if any(out.iterdir()):
         raise UsageError(f"{out}: is not empty; choose another folder")
     artifacts.write_json(out / RUN, record, private=True)

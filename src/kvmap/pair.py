@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvmap import demo, fit, models, plan, text
+from kvmap import atomic, demo, fit, models, plan, text
 from kvmap.calibration import Calibration
 from kvmap.collect import CollectOptions, collect
+from kvmap.errors import UsageError
 from kvmap.fit import Recipe
 from kvmap.fit.job import Opener
 from kvmap.geometry import Geometry, json_digest
@@ -32,6 +34,7 @@ from kvmap.pipeline import (
     calibration_path,
     fit_map,
     open_finished,
+    sound_or_none,
 )
 
 Progress = Callable[[str, int, int], None]
@@ -70,13 +73,20 @@ def read_text(names: tuple[str, str], options: TextOptions, loading: Loading) ->
     """Read and tokenise calibration text with the source's tokenizer.
 
     Raises:
-        UsageError: The data set or tokenizer cannot be read, or there is too little text.
+        UsageError: The data set or tokenizer cannot be read, there is too little text, or a
+            model reads no sequences of this length.
     """
     dataset = options.dataset or default_dataset(names)
+    for name, shape in zip(names, geometries(names, loading), strict=True):
+        if shape.max_positions and options.length > shape.max_positions:
+            raise UsageError(
+                f"found --length {options.length}, but {name} reads at most {shape.max_positions} "
+                "tokens; give a smaller one"
+            )
     tokenizer = load_tokenizer(models.resolve(names[0]), loading.trust_remote_code)
     found = text.documents(dataset, options.split, tokenizer, options.length, options.seed)
     token_ids = text.token_sequences(found, tokenizer, options.length, options.sequences)
-    label = Path(dataset).name if Path(dataset).exists() else dataset
+    label = Path(dataset).name if os.path.exists(dataset) else dataset
     return Text(token_ids, {"dataset": label, "split": options.split, "seed": options.seed})
 
 
@@ -114,11 +124,13 @@ def collect_pair(
     out: Path | None,
     loading: Loading,
     progress: Progress,
+    force: bool = False,
 ) -> tuple[Calibration, bool]:
     """Return a pair's calibration and whether it was there already.
 
     Args:
         out: Folder to fill; None takes the one in the cache folder, if it is there.
+        force: Replace the calibration that is in `out`.
     """
     path = out or _cached_path(names, found, options, loading)
     if out is None and path is not None and (finished := open_finished(path)):
@@ -135,9 +147,10 @@ def collect_pair(
         path = calibration_path(digests, (loading.dtype_name,) * 2, found, options)
         if finished := open_finished(path):
             return finished, True
-    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(path.parent)
     openers = tuple(opener(name) for name in names)
-    made = collect(openers, found.token_ids, path, options, found.record, progress, together)
+    force = force and out is not None
+    made = collect(openers, found.token_ids, path, options, found.record, progress, together, force)
     return made, False
 
 
@@ -226,11 +239,11 @@ def fit_calibration(
     reused += ("select-layers",) if known else ()
     key = json_digest([calibration.digest, layers, fit.describe(request.recipe)])
     path = request.out or cache_folder() / "maps" / f"{key[:24]}.safetensors"
-    if request.out is None and path.exists():
-        cmap = CacheMap.load(path)
+    cmap = sound_or_none(CacheMap.load, path) if request.out is None else None
+    if cmap is not None:
         return FitReport(cmap, path, layers_path, k, 0.0, (*reused, "fit"))
     fitted = fit_map(calibration, layers, request.recipe, progress, openers)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(path.parent)
     fitted.cmap.save(path)
     return FitReport(fitted.cmap, path, layers_path, k, fitted.seconds, reused)
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kvmap import fit, models
+from kvmap import atomic, fit, models
 from kvmap.calibration import INDEX, Calibration
 from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
@@ -37,6 +37,7 @@ from kvmap.layers import (
 from kvmap.mapping import CacheMap, MapOptions, weight_shape
 
 Progress = Callable[[str, int, int], None]
+T = TypeVar("T")
 AUTO_K = (1, 2, 3, 4, 6, 8, 12, 16, 20, 26, 32)
 # Held-out R² that a larger k must add.
 AUTO_TOLERANCE = 1e-3
@@ -48,9 +49,13 @@ LOW_ROWS_PER_INPUT = 4.0
 
 def cache_folder() -> Path:
     """Return the folder of reusable artifacts: KVMAP_CACHE, else the user's cache folder."""
-    if "KVMAP_CACHE" in os.environ:
-        return Path(os.environ["KVMAP_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    if named := os.environ.get("KVMAP_CACHE"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):
+        raise UsageError(
+            "this user has no home folder; set KVMAP_CACHE to a folder to keep things in"
+        )
     return Path(base) / "kvmap"
 
 
@@ -71,6 +76,14 @@ def calibration_path(
 
 
 def open_finished(path: Path) -> Calibration | None:
+def sound_or_none(load: Callable[[Path], T], path: Path) -> T | None:
+    """Load what was made before; None where it is not there, or damaged and to be made again."""
+    try:
+        return load(path) if path.exists() else None
+    except UsageError:
+        return None
+
+
     """Return the calibration in a folder, None where none was finished there."""
     return Calibration.open(path) if (path / INDEX).exists() else None
 
@@ -170,13 +183,13 @@ def cached_layers(
     }
     key = json_digest([calibration.digest, wanted])
     path = path or cache_folder() / "layers" / f"{key[:24]}.safetensors"
-    if path.exists():
-        scores, layers, metadata = load_layers(path)
+    if known := sound_or_none(load_layers, path):
+        scores, layers, metadata = known
         if metadata.get("key") == key:
             tried = {int(k): v for k, v in metadata["tried"].items() if v is not None}
             return Choice(scores, layers, metadata["k"], tried), path, True
     choice = select_layers(splits(calibration, recipe.options.native_head), recipe, method)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    atomic.make_folder(path.parent)
     tried = {str(k): None if v != v else v for k, v in choice.tried.items()}
     record = {
         "key": key,
@@ -251,7 +264,7 @@ def _polished(job: fit.Job, cmap: CacheMap) -> CacheMap:
     """Polish a map on the calibration's own sequences; an interrupted polish is taken up."""
     key = json_digest([job.calibration.digest, job.layers, fit.describe(job.recipe)])
     checkpoint = cache_folder() / "polish" / f"{key[:24]}.safetensors"
-    checkpoint.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    atomic.make_folder(checkpoint.parent)
     sequences = tuple(job.calibration.token_ids(split) for split in ("train", "held_out"))
     models = (job.open(0), job.open(1))
     options = PolishOptions(steps=job.recipe.polish)

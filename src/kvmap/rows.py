@@ -5,6 +5,7 @@ module that touches datasets and pyarrow.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,21 @@ def rows(where: str, split: str) -> Iterator[Placed]:
     Raises:
         UsageError: Nothing is there, or a row cannot be read.
     """
-    path = Path(where).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(where))
+    if os.path.isdir(path):  # which takes a name of any length
         files = sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file())
         if not files:
             raise UsageError(f"{where}: no {', '.join(READERS)} file in this folder")
         for file in [f for f in files if f.name.startswith(split)] or files:
             yield from _file_rows(file)
-    elif path.exists() or path.suffix in READERS or where.startswith((".", "/", "~")):
+    elif os.path.exists(path) or path.suffix in READERS or where.startswith((".", "/", "~")):
         yield from _file_rows(path)
     else:
         yield from _hub_rows(where, split)
 
 
 def _file_rows(path: Path) -> Iterator[Placed]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UsageError(f"{path}: no such file; give a data set with `--dataset`")
     if path.suffix not in READERS:
         raise UsageError(f"{path}: expected a {', '.join(READERS)} file or a folder of them")

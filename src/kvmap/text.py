@@ -7,9 +7,9 @@ with its answer is found by itself. Several sources joined by commas take turns,
 document. No message repeats text.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
-from pathlib import Path
 from sys import maxsize
 from typing import Any
 
@@ -42,7 +42,7 @@ def documents(
     Raises:
         UsageError: A source is missing, cannot be read, is empty or has no known column.
     """
-    whole = bool(sources) and Path(sources).exists()
+    whole = bool(sources) and os.path.exists(sources)
     names = [sources] if whole else [name for name in sources.split(",") if name.strip()]
     if not names:
         raise UsageError("no data set named; give a name, a file or a folder with `--dataset`")

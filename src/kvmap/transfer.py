@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,14 @@ def prompt_ids(tokenizer: Any, prompt: str) -> Tensor:
     """Return the token ids [1, T] of a prompt.
 
     Raises:
-        UsageError: The prompt is empty.
+        UsageError: The prompt is too short, or holds what is no text.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt is not UTF-8 text; convert it") from error
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if ids.shape[1] < 2:
-        raise UsageError(f"the prompt has {ids.shape[1]} tokens, expected at least 2")
-    return ids.long()
+    return _long_enough(ids, "the prompt")
 
 
 def message_ids(tokenizer: Any, path: Path) -> Tensor:
@@ -50,18 +53,69 @@ def message_ids(tokenizer: Any, path: Path) -> Tensor:
     if not tokenizer.chat_template:
         raise UsageError("this model has no chat template; give the text with --prompt-file")
     try:
-        messages = json.loads(path.read_text(encoding="utf-8"))
-        shaped = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
-        rendered = tokenizer.apply_chat_template(shaped, add_generation_prompt=True, tokenize=False)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+        messages = [_message(found) for found in _listed(json.loads(read_text(path)))]
+        rendered = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        rendered.encode()
+    except UsageError:
+        raise
     except Exception as error:  # templates raise what they like
         raise UsageError(
             f"{path}: expected a JSON list of messages with role and content that the chat "
             f"template takes ({type(error).__name__})"
         ) from error
     ids = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return _long_enough(ids, f"{path}: the conversation, as the chat template lays it out,")
+
+
+def read_text(path: Path) -> str:
+    """Return a text file's text; pipes are read, devices are not, since some never end.
+
+    Raises:
+        UsageError: It cannot be read as text.
+    """
+    try:
+        if stat.S_ISCHR(path.stat().st_mode):
+            raise UsageError(f"{path}: is a device, where a text file was expected")
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}); give another file") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: is not UTF-8 text; convert it") from error
+
+
+def _long_enough(ids: Tensor, what: str) -> Tensor:
+    if ids.shape[1] < 2:
+        raise UsageError(f"{what} has {ids.shape[1]} tokens, expected at least 2")
     return ids.long()
+
+
+def _listed(messages: Any) -> list[Any]:
+    if not isinstance(messages, list) or not messages:
+        raise TypeError("no list of messages")
+    return messages
+
+
+def _message(found: Any) -> dict[str, str]:
+    message = {name: found[name] for name in ("role", "content")}
+    if not all(isinstance(text, str) for text in message.values()):
+        raise TypeError("role and content must be text")
+    return message
+
+
+def require_room(loaded: LoadedModel, tokens: int) -> None:
+    """Check that a model reads so many tokens.
+
+    Raises:
+        UsageError: They are more than its positions.
+    """
+    most = loaded.signature.geometry.max_positions
+    if most and tokens > most:
+        raise UsageError(
+            f"context and continuation have {tokens} tokens, but {loaded.signature.name} reads "
+            f"at most {most}; give less of either"
+        )
 
 
 def transfer(

@@ -75,14 +75,28 @@ def _kvmap(
 def main(arguments: list[str] | None = None) -> None:
     """Run a command line and exit with its code."""
     debug = os.environ.get("KVMAP_DEBUG", "") not in ("", "0")
+    _open_streams()
     _silence_libraries(debug)
     code = _run(arguments, debug)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read the output has gone; let nothing complain when Python closes it.
+    except OSError as error:
+        # Let nothing complain once more when Python closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if code == 0 and not isinstance(error, BrokenPipeError):  # whose reader has gone
+            complain(f"the output: could not be read or written ({error.strerror})")
+            code = 1
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Give every stream that the caller has closed a place to go; print what it cannot spell."""
+    # In this order each takes its own number, which no file that is opened later shall have.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(arguments: list[str] | None, debug: bool) -> int:
@@ -94,6 +108,9 @@ def _run(arguments: list[str] | None, debug: bool) -> int:
         return _fail(str(error), error.exit_code, debug)
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        where, reason = error.filename or "the output", error.strerror or type(error).__name__
+        return _fail(f"{where}: could not be read or written ({reason})", 1, debug)
     except Exception as error:
         found = f"{type(error).__name__}: {error}".splitlines()[0]
         return _fail(f"unexpected {found}; run it with KVMAP_DEBUG=1 for the traceback", 1, debug)

@@ -48,6 +48,7 @@ def run(
         typer.Option(
             "--budget",
             metavar="SECONDS",
+            parser=options.number,
             help="Time for each context. [default: 20]",
         ),
     ] = None,
@@ -70,7 +71,12 @@ def run(
     ] = False,
     min_speedup: Annotated[
         float | None,
-        typer.Option("--min-speedup", metavar="X", help="Exit 3 if a warm speed-up is lower."),
+        typer.Option(
+            "--min-speedup",
+            metavar="X",
+            parser=options.number,
+            help="Exit 3 if a warm speed-up is lower.",
+        ),
     ] = None,
     dry_run: options.DryRun = False,
     seed: options.Seed = 0,
@@ -109,7 +115,7 @@ def parse_contexts(given: str) -> list[int]:
         UsageError: One is no number of at least 2.
     """
     parts = [part.strip() for part in given.split(",")]
-    if not all(part.isdecimal() and int(part) >= 2 for part in parts):
+    if not all(part.isdecimal() and 2 <= int(part[:10]) < 10**9 for part in parts):
         raise UsageError(f"found --context {given!r}, expected numbers from 2, joined by commas")
     return [int(part) for part in parts]
 
@@ -119,6 +125,8 @@ def _bench_options(budget: float | None, repeats: int | None, seed: int, cpu_tim
 
     if repeats is not None and repeats < 1:
         raise UsageError(f"found --repeats {repeats}, expected at least 1")
+    if budget is not None and budget <= 0:
+        raise UsageError(f"found --budget {budget:g}, expected seconds above 0")
     asked = {"budget": budget, "repeats": repeats, "seed": seed, "cpu_time": cpu_time}
     return BenchOptions(**{key: value for key, value in asked.items() if value is not None})
 

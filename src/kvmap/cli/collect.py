@@ -48,9 +48,8 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Run both models over text; keep their caches and moments."""
-    from kvmap.collect import CollectOptions, clear
+    from kvmap.collect import CollectOptions
     from kvmap.pair import Loading, TextOptions
-    from kvmap.ranks import is_first
     from kvmap.survey import survey
 
     out, names = Output(as_json, quiet), (source, target)
@@ -68,32 +67,30 @@ def run(
         cost = survey(names, text, asked, loading)["collect"]
         out.document(cost, lambda: collect_text(cost))
         return
-    if output is not None and force and is_first():
-        clear(output)
     started = time.perf_counter()
     if merge:
-        made, reused = _merge(names, output), False
+        made, reused = _merge(names, output, force), False
     else:
-        made, reused = _collect(out, names, text, asked, output, loading)
+        made, reused = _collect(out, names, text, asked, output, loading, force)
     _report(out, made, reused, time.perf_counter() - started)
 
 
-def _collect(out: Output, names, text, asked, output, loading):
+def _collect(out: Output, names, text, asked, output, loading, force):
     from kvmap.pair import collect_pair, geometries, read_text, with_scope
 
     found = read_text(names, text, loading)
     asked = with_scope(asked, geometries(names, loading))
     with out.progress() as progress:
-        return collect_pair(names, found, asked, output, loading, progress)
+        return collect_pair(names, found, asked, output, loading, progress, force)
 
 
-def _merge(names: tuple[str, str], output: Path | None):
+def _merge(names: tuple[str, str], output: Path | None, force: bool):
     from kvmap.calibration import Calibration
     from kvmap.merge import merge
 
     if output is None:
         raise UsageError("--merge writes a new calibration; say where with -o CALIB")
-    return merge([Calibration.open(name) for name in names], output)
+    return merge([Calibration.open(name) for name in names], output, force)
 
 
 def _report(out: Output, made, reused: bool, seconds: float) -> None:

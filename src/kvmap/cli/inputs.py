@@ -40,7 +40,7 @@ def count_or_auto(name: str, text: str | None) -> int | str | None:
     """
     if text is None or text == "auto":
         return text
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not 1 <= int(text[:10]) < 10**9:
         raise UsageError(f"found {name} {text!r}, expected a number from 1, or auto")
     return int(text)
 

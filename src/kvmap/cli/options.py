@@ -4,10 +4,20 @@ A default that the library sets is None here and stated in the help text; a test
 together, so that help needs no import of torch.
 """
 
+from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def number(text: str) -> float:
+    """Read a finite number: NaN is below no floor and would let everything pass."""
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no hints.")]
@@ -28,7 +38,10 @@ Dtype = Annotated[
     ),
 ]
 Seed = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="Seed of all that is random. [default: 0]")
+    int | None,
+    typer.Option(
+        "--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of all that is random. [default: 0]"
+    ),
 ]
 
 NAME = "A known name (`kvmap models`), a hub id, id@revision, or a local folder."
@@ -58,18 +71,23 @@ Dataset = Annotated[
 ]
 Sequences = Annotated[
     int | None,
-    typer.Option("--sequences", metavar="N", help="Sequences to read. [default: 500]"),
+    typer.Option("--sequences", metavar="N", min=1, help="Sequences to read. [default: 500]"),
 ]
 Length = Annotated[
-    int | None, typer.Option("--length", metavar="TOKENS", help="Tokens of each. [default: 1024]")
+    int | None,
+    typer.Option("--length", metavar="TOKENS", min=1, help="Tokens of each. [default: 1024]"),
 ]
 Stride = Annotated[
-    int | None, typer.Option("--stride", metavar="N", help="Keep every Nth token. [default: 4]")
+    int | None,
+    typer.Option("--stride", metavar="N", min=1, help="Keep every Nth token. [default: 4]"),
 ]
 HeldOut = Annotated[
     float | None,
     typer.Option(
-        "--held-out", metavar="SHARE", help="Share of sequences never fitted on. [default: 0.1]"
+        "--held-out",
+        metavar="SHARE",
+        parser=number,
+        help="Share of sequences never fitted on. [default: 0.1]",
     ),
 ]
 

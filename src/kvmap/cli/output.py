@@ -39,7 +39,8 @@ class Output:
     def document(self, data: Any, text: Callable[[], str]) -> None:
         """Print `data` as one JSON document, or else the text made for people."""
         if self.as_json:
-            print(json.dumps(without_nan(data), indent=2, ensure_ascii=False, allow_nan=False))
+            plain = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
+            print(json.dumps(without_nan(data), indent=2, ensure_ascii=plain, allow_nan=False))
         else:
             print(text())
 

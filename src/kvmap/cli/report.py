@@ -28,8 +28,12 @@ def run(
 ) -> None:
     """Set reports side by side."""
     from kvmap.evaluate.report import Report
+    from kvmap.header import sound
 
     loaded = [(str(path), Report.load(path).figures) for path in reports]
+    for path, one in zip(reports, loaded, strict=True):
+        with sound(path, "report"):
+            compare([one])
     document = {"reports": [{"report": name, **figures} for name, figures in loaded]}
     Output(as_json).document(document, lambda: compare(loaded))
 

@@ -20,11 +20,13 @@ File = Annotated[
 def run(file: File, as_json: options.Json = False) -> None:
     """Describe an artifact: kind, provenance, tensors, content."""
     from kvmap.artifacts import peek
+    from kvmap.header import sound
 
-    kind = peek(file)
-    found = _calibration(file) if kind == "calibration" else _artifact(file)
-    out = Output(as_json)
-    out.document(found, lambda: "\n\n".join(_parts(found, out.stdout_colour)))
+    kind, out = peek(file), Output(as_json)
+    with sound(file, kind):
+        found = _calibration(file) if kind == "calibration" else _artifact(file)
+        text = "\n\n".join(_parts(found, out.stdout_colour))
+    out.document(found, lambda: text)
 
 
 def _artifact(path: Path) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def _calibration(path: Path) -> dict[str, Any]:
     from kvmap.calibration import Calibration
 
     opened = Calibration.open(path)
-    files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+    files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
     return {
         "file": str(path),
         "kind": "calibration",

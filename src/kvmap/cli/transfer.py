@@ -57,19 +57,24 @@ def run(
     from kvmap.artifacts import refuse_overwrite
     from kvmap.mapping import CacheMap
     from kvmap.pair import Loading
+    from kvmap.transfer import read_text, require_room
 
     out = Output(as_json, quiet)
     inputs.at_least("--generate", generate, 1)
     _check_asked((prompt, prompt_file, messages, cache), output, generate, compare)
     if output is not None:
         refuse_overwrite(output, force)
+    if prompt_file is not None:
+        prompt = _stdin() if str(prompt_file) == "-" else read_text(prompt_file)
     loaded = CacheMap.load(cmap)
     loading = inputs.given(Loading, device=device, dtype=dtype)
     source = None
     if cache is None or compare:
         source = loading.open(source_model or loaded.source.name)
     target = loading.open(target_model or loaded.target.name)
-    token_ids, source_cache = _context(target, loaded, prompt, prompt_file, messages, cache)
+    token_ids, source_cache = _context(target, loaded, prompt, messages, cache)
+    for model in filter(None, (source, target)):
+        require_room(model, token_ids.shape[1] + (generate or 0))
     made = _hand_over(loaded, source, target, token_ids, source_cache, generate, compare)
     made["cache"] = None if output is None else _save(output, made.pop("kv"), target)
     made.pop("kv", None)
@@ -90,7 +95,7 @@ def _check_asked(contexts, output, generate, compare) -> None:
         raise UsageError("--compare compares texts; pass --generate N with it")
 
 
-def _context(target, cmap, prompt, prompt_file, messages, cache):
+def _context(target, cmap, prompt, messages, cache):
     """Return the context's token ids [1, T] and, if it was saved, the source's cache."""
     from kvmap.cache import load_cache
     from kvmap.transfer import message_ids, prompt_ids, require_batch_of_one
@@ -105,16 +110,14 @@ def _context(target, cmap, prompt, prompt_file, messages, cache):
         return require_batch_of_one(saved), saved
     if messages is not None:
         return message_ids(target.tokenizer, messages), None
-    if prompt_file is not None:
-        prompt = _read(prompt_file)
     return prompt_ids(target.tokenizer, prompt), None
 
 
-def _read(path: Path) -> str:
+def _stdin() -> str:
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        return sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as text; give another --prompt-file") from error
+        raise UsageError("standard input cannot be read as text; give a --prompt-file") from error
 
 
 def _hand_over(cmap, source, target, token_ids, source_cache, generate, compare) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmap import artifacts
+from kvmap import artifacts, header
 from kvmap.evaluate import statistics, summary
 from kvmap.evaluate.diagnostics import Diagnostics
 from kvmap.evaluate.scores import Scores
@@ -43,10 +43,10 @@ class Report:
 
     def save(self, path: Path) -> Path:
         """Write both files and return the first; a path that ends in .json names the second."""
-        path = path.with_suffix(".safetensors") if path.suffix == ".json" else path
+        path, figures_path = report_files(path)
         metadata = artifacts.without_nan({"figures": self.figures, "labels": dict(self.labels)})
         written = artifacts.write(path, "report", self.tensors, metadata)
-        artifacts.write_json(json_path(path), {"kind": "report", **self.figures})
+        artifacts.write_json(figures_path, {"kind": "report", **self.figures})
         return written
 
     @classmethod
@@ -58,12 +58,14 @@ class Report:
         """
         artifact = artifacts.open_artifact(path, "report")
         metadata = artifact.metadata
-        return cls(metadata["figures"], artifact.tensors(), metadata["labels"])
+        with header.sound(path, "report"):
+            return cls(dict(metadata["figures"]), artifact.tensors(), dict(metadata["labels"]))
 
 
-def json_path(path: Path) -> Path:
-    """Return where a report's figures lie."""
-    return path.with_suffix(".json")
+def report_files(path: Path) -> tuple[Path, Path]:
+    """Return where a report lies and where its figures do; `path` names either."""
+    whole = path.with_suffix(".safetensors") if path.suffix == ".json" else path
+    return whole, path.with_suffix(".json")
 
 
 def build(

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvmap.evaluate import alternate
 from kvmap.evaluate.arms import ARMS, Pair, caches
@@ -50,16 +50,22 @@ class Journal:
 
     def _rewrite(self) -> None:
         """Start the file anew from what is sound: a killed run may have left half a line."""
-        with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with self._opened(os.O_TRUNC) as file:
             file.write(json.dumps({"fingerprint": self.fingerprint}) + "\n")
             for (task, _), kept in self.found.items():
                 file.write(_line(task, kept))
 
+    def _opened(self, how: int) -> TextIO:
+        """Open the file, readable by its owner only: answers may repeat the user's text."""
+        return open(os.open(self.path, os.O_WRONLY | os.O_CREAT | how, 0o600), "w")
+
     def add(self, task: str, made: Record) -> Record:
         """Keep a finished item."""
         self.found[task, made.unit] = made
-        if self.path is not None:
-            with open(self.path, "a") as file:
+        if self.path is not None and not self.path.exists():
+            self._rewrite()  # another process with the same evaluation has finished
+        elif self.path is not None:
+            with self._opened(os.O_APPEND) as file:
                 file.write(_line(task, made))
         return made
 

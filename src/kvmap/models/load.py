@@ -41,10 +41,31 @@ class LoadedModel:
 
 
 def pick_device(device: str = "auto") -> str:
-    """Return the device "auto" stands for here."""
-    if device != "auto":
+    """Return a device's name; "auto" is an accelerator where there is one.
+
+    Raises:
+        UsageError: No such device here.
+    """
+    if device not in ("auto", "spread"):
+        return _present(device)
+    if device == "spread":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _present(device: str) -> str:
+    try:
+        found = torch.device(device)
+        module = getattr(torch, found.type, None)
+        here = (found.index or 0) < getattr(module, "device_count", lambda: 0)()
+    except RuntimeError:
+        here = False
+    if not here:
+        raise UsageError(
+            f"no device {device!r} here; expected auto, cpu, spread, or an accelerator that torch "
+            "finds, such as cuda or cuda:1"
+        )
+    return device
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
@@ -82,6 +103,7 @@ def load(
             dtype=pick_dtype(dtype, place),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            use_safetensors=True,  # the other format runs code when it is read
             **({"device_map": "auto"} if place == "spread" else {}),
         )
         if place != "spread":

@@ -159,7 +159,7 @@ def resolve(name: str) -> Checkpoint:
             else None
         )
         return Checkpoint(name, str(folder or demo.checkpoint_path(name)))
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # which takes a name of any length
         return Checkpoint(name, str(Path(name).resolve()))
     base, _, revision = name.partition("@")
     known = KNOWN.get(base.lower())

@@ -1,0 +1,379 @@
+"""Input that nobody would give on purpose: it ends in one sentence and leaves other files alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvmap import artifacts, atomic, header
+from kvmap.cli import app as command
+from kvmap.collect import clear
+from kvmap.errors import KvmapError, UsageError
+from kvmap.evaluate.report import Report
+from kvmap.evaluate.runner import Journal
+from kvmap.geometry import Geometry, RopeTable, Signature
+from kvmap.layers import load_layers
+from kvmap.models.load import pick_device
+from kvmap.pipeline import cache_folder
+from kvmap.transfer import message_ids, prompt_ids, read_text
+
+TABLE = RopeTable((1.0, 0.1))
+GEOMETRY = Geometry(2, 2, 4, 4, 16, 32, 64, "qwen3", (TABLE, TABLE))
+SIGNATURE = Signature("a", None, "c", "w", "t", "p", "float32", GEOMETRY)
+
+
+@pytest.fixture
+def kvmap_run(capsys, monkeypatch, tmp_path):
+    """Run a command line in this process; return its exit code, stdout and stderr."""
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVMAP_DEBUG", raising=False)
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            command.main([str(argument) for argument in arguments])
+        return stop.value.code, *capsys.readouterr()
+
+    return run
+
+
+# --- headers whose digest is right and whose fields are not
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": "2"},
+        {"layers": 10**12},
+        {"layers": 3},
+        {"kv_heads": 0},
+        {"head_size": -1},
+        {"head_size": 4.0},
+        {"vocabulary": None},
+        {"rope": [7, 7]},
+        {"rope_tables": [5]},
+    ],
+    ids=str,
+)
+def test_a_geometry_that_no_cache_has_is_not_rebuilt(change, tmp_path):
+    data = SIGNATURE.to_json()
+    data["geometry"] |= change
+    with (
+        pytest.raises(UsageError, match=r"x: the cache's header is not sound \("),
+        header.sound(tmp_path / "x", "cache"),
+    ):
+        Signature.from_json(data)
+
+
+def test_a_signature_is_made_of_text():
+    assert Signature.from_json(SIGNATURE.to_json()) == SIGNATURE
+    with pytest.raises(ValueError, match="must be text"):
+        Signature.from_json(SIGNATURE.to_json() | {"name": 5})
+
+
+LAYERS = {"k": 1, "layers": [[0], [1]]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"k": "1"},
+        {"layers": 5},
+        {"layers": [[0]]},
+        {"layers": [[0], []]},
+        {"layers": [[0], [-1]]},
+        {"layers": [[0], [2]]},
+        {"layers": [[0], [10**30]]},
+        {"layers": [[0], [1, 1]]},
+        {"layers": [[0], [0.5]]},
+        {"layers": [[0], ["1"]]},
+    ],
+    ids=str,
+)
+def test_a_choice_of_layers_that_is_none_is_refused(change, tmp_path):
+    tables = {f"{split}.{k}": torch.eye(2) for split in ("train", "held_out") for k in KINDS}
+    artifacts.write(tmp_path / "good", "layers", tables, LAYERS)
+    assert load_layers(tmp_path / "good")[1] == ((0,), (1,))
+    artifacts.write(tmp_path / "bad", "layers", tables, LAYERS | change)
+    with pytest.raises(UsageError, match=r"bad: the layers's header is not sound \("):
+        load_layers(tmp_path / "bad")
+
+
+KINDS = ("key", "value")
+
+
+@pytest.mark.parametrize("metadata", [{}, {"figures": 5, "labels": {}}, {"figures": {}}], ids=str)
+def test_a_report_without_figures_is_refused(metadata, tmp_path):
+    artifacts.write(tmp_path / "r", "report", {}, metadata)
+    with pytest.raises(UsageError, match="the report's header is not sound"):
+        Report.load(tmp_path / "r")
+
+
+def test_one_element_of_any_stride_is_written(tmp_path):
+    """Its stride says nothing, yet stops torch from looking at it as bytes."""
+    odd = torch.arange(64.0).reshape(8, 8)[3:4, 5:6]
+    odd = odd.as_strided((1,), (8,))
+    assert odd.is_contiguous()
+    tensors = {"odd": odd, "scalar": torch.tensor(2.0), "none": torch.zeros(0, 3)}
+    artifacts.write(tmp_path / "a", "report", tensors, {})
+    found = artifacts.open_artifact(tmp_path / "a").tensors()
+    assert found["odd"].tolist() == [29.0]
+    assert found["scalar"].item() == 2.0
+    assert found["none"].shape == (0, 3)
+
+
+# --- what must never be deleted or overwritten
+
+
+def calibration_like(folder):
+    folder.mkdir()
+    artifacts.write_json(folder / "index.json", {"kind": "calibration"})
+    (folder / "source-00000.safetensors").write_text("rows")
+    return folder
+
+
+def test_force_leaves_a_folder_alone_that_holds_anything_else(tmp_path):
+    folder = calibration_like(tmp_path / "c")
+    (folder / "thesis.txt").write_text("years")
+    with pytest.raises(UsageError, match=r"c: holds 'thesis\.txt' too, and is left alone"):
+        clear(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "index.json",
+        "source-00000.safetensors",
+        "thesis.txt",
+    ]
+    (folder / "thesis.txt").unlink()
+    clear(folder)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("text", ["{}", '{"name": "a web page"}', "not json"])
+def test_force_leaves_another_program_s_index_alone(text, tmp_path):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(UsageError, match=r"index\.json: "):
+        clear(tmp_path)
+    assert (tmp_path / "index.json").read_text() == text
+
+
+def test_force_refuses_what_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UsageError, match="file: is no folder"):
+        clear(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_force_keeps_a_calibration_that_the_new_run_cannot_replace(kvmap_run, tmp_path):
+    folder = calibration_like(tmp_path / "c")
+    code, _, error = kvmap_run("collect", "no-such", "tiny-l", "-o", folder, "--force")
+    assert (code, "no model named 'no-such'" in error) == (2, True)
+    assert (folder / "source-00000.safetensors").read_text() == "rows"
+    code, _, error = kvmap_run("collect", folder, folder, "--merge", "-o", folder, "--force")
+    assert code == 2
+    assert (folder / "source-00000.safetensors").read_text() == "rows"
+
+
+def test_a_result_cannot_be_a_folder_or_a_device_and_that_is_said_before_any_work(tmp_path):
+    for path in (tmp_path, "/dev/null"):
+        with pytest.raises(UsageError, match="is no ordinary file"):
+            artifacts.refuse_overwrite(path, force=True)
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("collect", "a", "b", "--sequences", "0"),
+        ("collect", "a", "b", "--length", "-3"),
+        ("collect", "a", "b", "--held-out", "nan"),
+        ("plan", "a", "b", "--stride", "0"),
+        ("fit", "a", "b", "--seed", "-1"),
+        ("fit", "a", "b", "--seed", "9" * 30),
+        ("fit", "a", "b", "-k", "9" * 5000),
+        ("eval", "m", "--min-retention", "nan"),
+        ("eval", "m", "--max-kl", "inf"),
+        ("eval", "m", "--length", "9" * 5000),
+        ("bench", "--min-speedup", "nan"),
+        ("bench", "--budget", "nan"),
+        ("bench", "--budget", "-1"),
+        ("bench", "--context", "9" * 5000),
+    ],
+    ids=lambda given: " ".join(given)[:40],
+)
+def test_numbers_out_of_range_are_wrong_usage(arguments, kvmap_run):
+    """NaN above all: nothing is below it, so every floor would hold."""
+    code, out, error = kvmap_run(*arguments)
+    assert (code, out) == (2, "")
+    assert arguments[-2] in error
+    assert "unexpected" not in error
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:99", "mps:7", ""])
+def test_a_device_that_is_not_here_is_told(device):
+    with pytest.raises(UsageError, match=f"no device '{device}' here; expected auto, cpu"):
+        pick_device(device)
+
+
+def test_devices_that_are_here_pass():
+    assert pick_device("cpu") == "cpu"
+    assert pick_device("spread") == "spread"
+
+
+# --- names and places
+
+
+@pytest.mark.parametrize("command", ["show", "fit"])
+def test_a_name_longer_than_any_file_s_is_one_sentence(command, kvmap_run):
+    code, _, error = kvmap_run(command, "a" * 300)
+    assert (code, "unexpected" in error) == (2, False)
+
+
+def test_an_empty_cache_variable_is_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVMAP_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "kvmap"
+
+
+def test_a_cache_folder_that_is_a_file_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(KvmapError, match=r"maps: the folder could not be made \(Not a directory\)"):
+        atomic.make_folder(tmp_path / "file" / "maps")
+
+
+# --- text that is none
+
+
+def test_devices_are_not_read_as_text_and_pipes_are(tmp_path):
+    with pytest.raises(UsageError, match="/dev/zero: is a device"):
+        read_text(Path("/dev/zero"))
+    reader, writer = os.pipe()
+    os.write(writer, b"\xef\xbb\xbfhello")
+    os.close(writer)
+    assert read_text(Path(f"/dev/fd/{reader}")) == "hello"
+    os.close(reader)
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(UsageError, match="latin: is not UTF-8 text; convert it"):
+        read_text(tmp_path / "latin")
+    with pytest.raises(UsageError, match=r"cannot be read \(Is a directory\)"):
+        read_text(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_no_prompt():
+    with pytest.raises(UsageError, match="the prompt is not UTF-8 text"):
+        prompt_ids(None, "caf\udce9")
+
+
+class Template:
+    """A tokenizer that takes any conversation; reached only by those of the right shape."""
+
+    chat_template = "any"
+
+    def apply_chat_template(self, messages, **_):
+        return f"{messages[0]['role']}: {messages[0]['content']}"
+
+    def __call__(self, text, **_):
+        return {"input_ids": torch.ones(1, len(text))}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        {},
+        None,
+        5,
+        "user",
+        [1],
+        [{}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": ["secret"]}],
+        [{"role": 5, "content": "secret"}],
+        [{"role": "user", "content": "\ud800 secret"}],
+    ],
+    ids=str,
+)
+def test_what_is_no_conversation_is_told_without_repeating_it(messages, tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps(messages))
+    with pytest.raises(UsageError, match=r"chat\.json: expected a JSON list") as told:
+        message_ids(Template(), path)
+    assert "secret" not in str(told.value)
+
+
+def test_a_conversation_of_which_the_template_keeps_nothing_is_told(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text('[{"role": "", "content": "secret"}]')
+    tokenizer = Template()
+    tokenizer.apply_chat_template = lambda messages, **_: messages[0]["role"]
+    with pytest.raises(UsageError, match=r"chat\.json: the conversation, .* has 0 tokens"):
+        message_ids(tokenizer, path)
+
+
+# --- streams
+
+
+def shell(line, **environment):
+    """Run a shell line with `kvmap` and return it when it has ended."""
+    line = line.replace("kvmap", f"{sys.executable} -m kvmap")
+    return subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, env=os.environ | environment, timeout=60
+    )
+
+
+def test_a_full_disk_behind_stdout_is_one_sentence_and_an_error():
+    ended = shell("kvmap models > /dev/full")
+    assert ended.stderr == (
+        "Error: the output: could not be read or written (No space left on device)\n"
+    )
+    assert ended.returncode == 1
+
+
+def test_streams_that_are_closed_do_no_harm():
+    for line in ("kvmap models >&-", "kvmap models 2>&-", "kvmap show absent <&-"):
+        ended = shell(line)
+        assert "Traceback" not in ended.stderr
+        assert ended.returncode == (2 if "absent" in line else 0)
+
+
+def test_json_is_whole_where_the_terminal_knows_ascii_alone(tmp_path):
+    artifacts.write_json(tmp_path / "é.json", {"kind": "report", "text": "ü"})
+    ended = shell(f"kvmap show --json '{tmp_path}/é.json'", PYTHONIOENCODING="ascii")
+    assert json.loads(ended.stdout)["metadata"]["text"] == "ü"
+    assert ended.returncode == 0
+
+
+# --- what holds the user's text
+
+
+def test_a_journal_is_private_however_it_comes_about(tmp_path):
+    journal = Journal.open(tmp_path / "j", "f")
+    assert os.stat(tmp_path / "j").st_mode & 0o777 == 0o600
+    (tmp_path / "j").unlink()  # by another process that has finished
+
+    class Made:
+        unit = 0
+
+        def to_json(self):
+            return {"unit": 0}
+
+    journal.add("task", Made())
+    assert os.stat(tmp_path / "j").st_mode & 0o777 == 0o600
+    first, second = (tmp_path / "j").read_text().splitlines()
+    assert json.loads(first) == {"fingerprint": "f"}
+    assert json.loads(second)["record"] == {"unit": 0}
+
+
+def test_nothing_here_can_run_code_that_a_file_brings():
+    """Safetensors and JSON alone are read; transformers is told so too."""
+    for path in Path(command.__file__).parents[1].rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not any(word in text for word in ("import pickle", "torch.load(")), path
+        if "models" in path.parts:
+            loads = text.count("ForCausalLM.from_pretrained(")
+            assert loads == text.count("use_safetensors=True"), path
