@@ -11,9 +11,11 @@ from conftest import token_ids
 from kvmap import fit, pipeline
 from kvmap.collect import CollectOptions, collect
 from kvmap.handoff import handoff
+from kvmap.mapping import CacheMap
 from kvmap.models import continue_logits, prefill
 from kvmap.models.load import wrap
 from kvmap.models.names import resolve
+from kvmap.streaming import StreamingMap
 
 
 def quiet(*_):
@@ -93,3 +95,26 @@ def test_heads_that_changed_places_are_found(pair, tmp_path, monkeypatch):
     assert made["ratio"].options.assignment == (0, 1)
     gained = [made[how].provenance["r2"]["held_out"]["value"] for how in ("best", "ratio")]
     assert gained[0] > 0.999 > gained[1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_native_layers_are_the_targets_own(dumped, count, tmp_path, monkeypatch):
+    """Behind a native head too, whose keys the lowest layers attend to."""
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path))
+    (source, target), calibration = dumped("twin_qwen3")
+    recipe = short("kvmap")
+    options = dataclasses.replace(recipe.options, native_layers=count)
+    cmap = fitted((source, target), calibration, dataclasses.replace(recipe, options=options))
+    assert [layer is None for layer in cmap.layers] == [at < count for at in range(3)]
+    cmap = CacheMap.load(cmap.save(tmp_path / "map"))
+    ids = token_ids(2, 48, 9)
+    done = handoff(cmap, target, prefill(source, ids)[0], ids)
+    native = prefill(target, ids)[0]
+    for layer in range(count):
+        torch.testing.assert_close(done.cache.keys[layer], native.keys[layer])
+        torch.testing.assert_close(done.cache.values[layer], native.values[layer])
+    session = StreamingMap(cmap, target)
+    whole = prefill(source, ids[:1])[0]
+    for start, stop in ((0, 3), (3, 20), (20, 48)):
+        session.append(whole.slice(start, stop))
+    torch.testing.assert_close(session.cache.values[count - 1], native.values[count - 1][:1])

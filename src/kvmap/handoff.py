@@ -17,7 +17,7 @@ from kvmap.cache import KVCache
 from kvmap.engine import allocate, empty_cache
 from kvmap.errors import UsageError
 from kvmap.mapping import CacheMap
-from kvmap.models import LoadedModel, first_layer, prefill
+from kvmap.models import LoadedModel, lowest_layers, prefill
 
 # A tail longer than this share of the context would be a prefill, not a handoff.
 MAX_TAIL_SHARE = 0.05
@@ -89,7 +89,7 @@ def handoff(
         past, _ = prefill(target, token_ids[:, :head], room=room)
         clock.lap("head")
     if middle is not None:
-        map_middle(cmap, target, middle, clock, room.slice(head, tokens - tail))
+        map_middle(cmap, target, middle, clock, room.slice(head, tokens - tail), past)
         past = _past(room, source_cache, token_ids, tokens - tail)
     cache, logits = prefill(target, token_ids[:, tokens - tail :], past=past, room=room)
     clock.lap("tail")
@@ -107,16 +107,19 @@ def map_middle(
     middle: KVCache,
     clock: LapClock | None = None,
     out: KVCache | None = None,
+    past: KVCache | None = None,
 ) -> KVCache:
-    """Map part of a source's cache, with the target's own first layer where the map reads it.
+    """Map part of a source's cache, with the target's own lowest layers where the map reads them.
 
     Args:
         out: Written and returned instead of a new cache.
+        past: The target's cache of what comes before, which its lowest layers attend to.
     """
     clock = clock or LapClock(target.device)
     first = None
     if cmap.needs_target:
-        first = first_layer(target, middle.token_ids, middle.positions)
+        count = cmap.options.read_layers
+        first = lowest_layers(target, middle.token_ids, middle.positions, count, past, middle.mask)
         clock.lap("first_layer")
     middle = middle.to(target.device)
     out = out or allocate(cmap.target.geometry, middle, target.dtype)

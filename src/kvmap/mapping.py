@@ -9,15 +9,16 @@ head read its own source head only (arXiv 2609.00891).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvmap import artifacts, engine
+from kvmap import artifacts, engine, header
 from kvmap.cache import KVCache, check_shapes
 from kvmap.columns import KINDS, Block
 from kvmap.errors import UsageError
@@ -33,6 +34,8 @@ class MapOptions:
         joint: Keys and values are each predicted from both.
         anchor: The target's own layer 0 is an input of every other layer.
         exact_first: The target's layer 0 is computed, not mapped.
+        native_layers: Lowest layers of the target that run natively over the whole context,
+            so that their keys and values are exact; 1 is `exact_first`.
         native_head: First tokens that the target prefills itself; the fit leaves them out.
         native_tail: Last tokens that the target runs over the mapped cache, at least 1.
         assignment: Source KV head of each target KV head, for matched heads.
@@ -42,19 +45,38 @@ class MapOptions:
     joint: bool = False
     anchor: bool = False
     exact_first: bool = False
+    native_layers: int = 0
     native_head: int = 0
     native_tail: int = 1
     assignment: tuple[int, ...] = ()
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> MapOptions:
+        """Rebuild options from a header.
+
+        Raises:
+            ValueError: One is not of its type, or out of range.
+        """
+        made = cls(**data | {"assignment": tuple(map(operator.index, data["assignment"]))})
+        for name, kind in (("int", int), ("bool", bool)):
+            for field_ in (f for f in fields(cls) if f.type == name):
+                if type(getattr(made, field_.name)) is not kind:
+                    raise ValueError(f"{field_.name} is no {name}")
+        if made.heads not in ("all", "matched"):
+            raise ValueError(f"heads are {made.heads!r:.20}, expected all or matched")
+        if min(made.native_head, made.native_tail - 1, made.native_layers) < 0:
+            raise ValueError("a native part is negative")
+        return made
+
     @property
     def exact_layers(self) -> int:
         """Number of the target's lowest layers that are computed, not mapped."""
-        return int(self.exact_first)
+        return max(int(self.exact_first), self.native_layers)
 
     @property
-    def anchor_layer(self) -> int:
-        """The target's own layer that is an input of the mapped ones, where `anchor` is set."""
-        return max(self.exact_layers, 1) - 1
+    def read_layers(self) -> int:
+        """Number of the target's lowest layers that applying the map takes."""
+        return max(self.exact_layers, int(self.anchor))
 
     @property
     def shared(self) -> bool:
@@ -132,7 +154,7 @@ class LayerMap:
         return self.key if kind == "key" else self.value
 
 
-FirstLayer = tuple[Tensor, Tensor]
+FirstLayer = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -151,7 +173,7 @@ class CacheMap:
     @property
     def needs_target(self) -> bool:
         """Whether applying the map takes the target's own layer 0."""
-        return self.options.anchor or self.options.exact_first
+        return self.options.read_layers > 0
 
     @property
     def source_layers(self) -> tuple[int, ...]:
@@ -186,8 +208,8 @@ class CacheMap:
 
         Args:
             cache: The source's; keys rotated, [B, H_s, T, D_s].
-            first: The target's own layer 0 for the same tokens, rotated keys and values
-                [B, H_t, T, D_t]; needed where `needs_target`.
+            first: The target's own lowest layers for the same tokens, rotated keys and values
+                [B, H_t, T, D_t] of layer 0, then of layer 1, as many as `options.read_layers`.
             out: Written and returned instead of a new cache of the source's dtype.
 
         Raises:
@@ -222,7 +244,7 @@ class CacheMap:
             UsageError: The target's first layer is needed, and the target or the tokens are
                 missing.
         """
-        from kvmap.models import first_layer, from_dynamic_cache, to_dynamic_cache
+        from kvmap.models import from_dynamic_cache, lowest_layers, to_dynamic_cache
 
         if not isinstance(cache, KVCache):
             batch, _, tokens, _ = cache.layers[0].keys.shape
@@ -237,7 +259,8 @@ class CacheMap:
                     "this map reads the target's own first layer, which is made of the tokens; "
                     "pass token_ids"
                 )
-            first = first_layer(target, cache.token_ids, cache.positions)
+            count = self.options.read_layers
+            first = lowest_layers(target, cache.token_ids, cache.positions, count, mask=cache.mask)
         return to_dynamic_cache(self.apply(cache, first), target)
 
     def save(self, path: Path | str) -> Path:
@@ -265,20 +288,14 @@ class CacheMap:
         """
         artifact = artifacts.open_artifact(path, "map")
         data = artifact.metadata
-        try:
-            options = MapOptions(
-                **{**data["options"], "assignment": tuple(data["options"]["assignment"])}
-            )
+        with header.sound(path, "map"):
+            options = MapOptions.from_json(data["options"])
             source, target = (Signature.from_json(data[side]) for side in ("source", "target"))
             layers = tuple(
-                None if chosen is None else _load_layer(artifact, index, tuple(chosen))
-                for index, chosen in enumerate(data["layers"])
+                None if chosen is None else _load_layer(artifact, at, tuple(map(operator.index, chosen)))
+                for at, chosen in enumerate(data["layers"])
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(
-                f"{path}: the map's header is not sound ({error}); fit it again"
-            ) from error
-        made = cls(source, target, layers, options, data["provenance"])
+            made = cls(source, target, layers, options, dict(data["provenance"]))
         _check_weights(made, path)
         return made
 
@@ -295,11 +312,23 @@ def _load_layer(artifact: Any, index: int, source_layers: tuple[int, ...]) -> La
 
 def _check_weights(made: CacheMap, path: Path | str) -> None:
     source, target = made.source.geometry, made.target.geometry
+    if made.options.heads == "matched":
+        heads = made.options.assignment
+        if len(heads) != target.kv_heads or not all(0 <= h < source.kv_heads for h in heads):
+            raise UsageError(
+                f"{path}: assigns heads {list(heads)}, expected {target.kv_heads} from 0 to "
+                f"{source.kv_heads - 1}; fit the map again"
+            )
     if len(made.layers) != target.layers:
         raise UsageError(
             f"{path}: found {len(made.layers)} layers, expected {target.layers}; fit the map again"
         )
     for index, layer in enumerate(made.layers):
+        if (layer is None) != (index < made.options.exact_layers):
+            raise UsageError(
+                f"{path}: layer {index} is {'not ' if layer is None else ''}mapped, unlike what "
+                "the map's options say; fit the map again"
+            )
         if layer and not all(0 <= s < source.layers for s in layer.source_layers):
             raise UsageError(
                 f"{path}: layer {index} reads source layers {list(layer.source_layers)}, expected "

@@ -22,6 +22,7 @@ from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit import FitScores, Recipe, Splits
 from kvmap.fit.assignment import best_assignment
+from kvmap.fit.frontier import Point, frontier
 from kvmap.fit.job import Opener
 from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.polish import PolishOptions, polish
@@ -36,8 +37,8 @@ from kvmap.layers import (
 )
 from kvmap.mapping import CacheMap, MapOptions, weight_shape
 
-Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
+Progress = Callable[[str, int, int], None]
 AUTO_K = (1, 2, 3, 4, 6, 8, 12, 16, 20, 26, 32)
 # Held-out R² that a larger k must add.
 AUTO_TOLERANCE = 1e-3
@@ -75,7 +76,6 @@ def calibration_path(
     return cache_folder() / "calibrations" / key[:24]
 
 
-def open_finished(path: Path) -> Calibration | None:
 def sound_or_none(load: Callable[[Path], T], path: Path) -> T | None:
     """Load what was made before; None where it is not there, or damaged and to be made again."""
     try:
@@ -84,6 +84,7 @@ def sound_or_none(load: Callable[[Path], T], path: Path) -> T | None:
         return None
 
 
+def open_finished(path: Path) -> Calibration | None:
     """Return the calibration in a folder, None where none was finished there."""
     return Calibration.open(path) if (path / INDEX).exists() else None
 
@@ -167,7 +168,7 @@ def held_out_score(data: Splits, layers: tuple[tuple[int, ...], ...], recipe: Re
         for index, chosen in enumerate(layers)
         if index >= recipe.options.exact_layers
     ]
-    return sum(found) / len(found)
+    return sum(found) / max(len(found), 1)
 
 
 def cached_layers(
@@ -240,6 +241,12 @@ def fit_map(
     """
     recipe = _completed(recipe, calibration)
     _check_layers(calibration, layers)
+    depth = calibration.target.geometry.layers
+    if recipe.options.exact_layers >= depth:
+        raise UsageError(
+            f"--native-layers {recipe.options.exact_layers} leaves nothing to map: "
+            f"{calibration.target.name} has {depth} layers; give fewer"
+        )
     data = splits(calibration, recipe.options.native_head)
     named = (calibration.source.name, calibration.target.name)
     openers = openers or tuple(partial(models.load, name) for name in named)
@@ -269,6 +276,19 @@ def _polished(job: fit.Job, cmap: CacheMap) -> CacheMap:
     models = (job.open(0), job.open(1))
     options = PolishOptions(steps=job.recipe.polish)
     return polish(cmap, models, sequences, job.splits, options, checkpoint, job.progress).cmap
+
+
+def cost_quality(
+    calibration: Calibration,
+    recipe: Recipe,
+    progress: Progress,
+    openers: tuple[Opener, Opener] | None = None,
+) -> list[Point]:
+    """Measure maps of several costs with a recipe's exact parts; see `kvmap.fit.frontier`."""
+    named = (calibration.source.name, calibration.target.name)
+    openers = openers or tuple(partial(models.load, name) for name in named)
+    data = splits(calibration, recipe.options.native_head)
+    return frontier(fit.Job(calibration, data, (), recipe, openers, progress))
 
 
 def _check_layers(calibration: Calibration, layers: tuple[tuple[int, ...], ...]) -> None:

@@ -34,7 +34,7 @@ class Cost:
 
 def map_parameters(options: MapOptions, k: int, source: Geometry, target: Geometry) -> int:
     """Return the number of weights and biases of a map with k source layers per target layer."""
-    mapped = target.layers - (1 if options.exact_first else 0)
+    mapped = target.layers - options.exact_layers
     heads, inputs, outputs = weight_shape(options, min(k, source.layers), source, target)
     return mapped * 2 * heads * (inputs + 1) * outputs
 

@@ -76,7 +76,8 @@ class StreamingMap:
             prefill(self.target, chunk.token_ids[:, :own], past=past, room=self.room)
         if own < chunk.tokens:
             place = self.room.slice(self.tokens + own, stop)
-            map_middle(self.cmap, self.target, chunk.slice(own, chunk.tokens), out=place)
+            past = self.room.slice(0, self.tokens + own) if self.tokens + own else None
+            map_middle(self.cmap, self.target, chunk.slice(own, chunk.tokens), None, place, past)
         self.tokens = stop
 
     def _check(self, chunk: KVCache) -> None:

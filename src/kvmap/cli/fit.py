@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvmap.cli import inputs, options, plan
-from kvmap.cli.output import Output, amount, figure
+from kvmap.cli.output import Output, amount, figure, table
 from kvmap.errors import UsageError
 
 if TYPE_CHECKING:
@@ -85,6 +85,10 @@ def run(
         bool | None,
         typer.Option("--exact-first/--no-exact-first", help="Compute the target's layer 0."),
     ] = None,
+    native_layers: Annotated[
+        int | None,
+        typer.Option("--native-layers", metavar="N", help="Lowest layers the target runs itself."),
+    ] = None,
     native_head: Annotated[
         int | None,
         typer.Option("--native-head", metavar="N", help="First tokens the target runs itself."),
@@ -92,6 +96,16 @@ def run(
     native_tail: Annotated[
         int | None,
         typer.Option("--native-tail", metavar="N", help="Last tokens it runs itself, from 1."),
+    ] = None,
+    frontier: Annotated[
+        bool,
+        typer.Option("--frontier", help="Print what quality costs, of a calibration; fit nothing."),
+    ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget", metavar="SHARE", help="Of the target's work per token; picks the best map."
+        ),
     ] = None,
     dataset: options.Dataset = None,
     sequences: options.Sequences = None,
@@ -119,6 +133,7 @@ def run(
         "joint": joint,
         "anchor": anchor,
         "exact_first": exact_first,
+        "native_layers": inputs.at_least("--native-layers", native_layers, 0),
         "native_head": inputs.at_least("--native-head", native_head, 0),
         "native_tail": inputs.at_least("--native-tail", native_tail, 1),
     }
@@ -142,8 +157,18 @@ def run(
     )
     text = {"dataset": dataset, "sequences": sequences, "length": length, "seed": seed}
     kept = {"stride": stride, "held_out": held_out}
+    if target is not None and (frontier or budget is not None):
+        raise UsageError(
+            "--frontier and --budget are for a calibration, found two models; "
+            "run `kvmap collect` first and give its folder"
+        )
     if target is None:
         _refuse(text | kept)
+        if frontier or budget is not None:
+            picked = _frontier(out, source, request, budget)
+            if picked is None:
+                return
+            request = picked
         report = _fit_calibration(out, source, request, dry_run)
     else:
         made = (
@@ -155,6 +180,39 @@ def run(
     if report is not None:
         _describe(out, report)
         out.result(report.path, report.to_json())
+
+
+def _frontier(
+    out: Output, path: str, request: FitRequest, budget: float | None
+) -> FitRequest | None:
+    """Measure candidates and print them, or return a request for the best within a budget."""
+    from dataclasses import replace
+
+    from kvmap.calibration import Calibration
+    from kvmap.fit.frontier import within
+    from kvmap.pipeline import cost_quality
+
+    with out.progress() as progress:
+        points = cost_quality(Calibration.open(path), request.recipe, progress)
+    rows = [
+        (
+            "*" if p.best else "",
+            p.recipe.options.heads,
+            p.recipe.options.joint,
+            p.recipe.options.anchor,
+            p.recipe.k,
+            p.parameters,
+            p.cost,
+            p.divergence,
+        )
+        for p in points
+    ]
+    head = ("frontier", "heads", "joint", "anchor", "k", "parameters", "cost", "KL")
+    if budget is None:
+        out.document({"frontier": [p.to_json() for p in points]}, lambda: table(head, rows))
+        return None
+    out.note(table(head, rows))
+    return replace(request, recipe=within(points, budget).recipe)
 
 
 def _refuse(asked: dict[str, Any]) -> None:

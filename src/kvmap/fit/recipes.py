@@ -50,6 +50,9 @@ RECIPES = {
     "kvmap": Recipe("auto", "auto", _BEST),
     # The same with each head reading its own: about H times fewer weights.
     "kvmap-matched": Recipe(4, "auto", replace(_BEST, heads="matched"), assign="best"),
+    # The target's two lowest layers over the whole context, about 2/L of a prefill: exact where
+    # errors spread furthest.
+    "kvmap-native": Recipe("auto", "auto", replace(_BEST, native_layers=2)),
     # The best there is: the same cost at use, minutes more to make.
     "kvmap-max": Recipe("auto", "auto", _BEST, polish=256),
 }

@@ -7,6 +7,7 @@ from kvmap.models.run import (
     first_layer,
     from_dynamic_cache,
     generate,
+    lowest_layers,
     prefill,
     to_dynamic_cache,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "from_dynamic_cache",
     "generate",
     "load",
+    "lowest_layers",
     "prefill",
     "resolve",
     "to_dynamic_cache",

@@ -205,3 +205,55 @@ def first_layer(loaded: LoadedModel, token_ids: Tensor, positions: Tensor) -> tu
     finally:
         config._attn_implementation = usual
     raise RuntimeError(f"{type(loaded.model).__name__} did not call its attention function")
+
+
+@torch.no_grad()
+def lowest_layers(
+    loaded: LoadedModel,
+    token_ids: Tensor,
+    positions: Tensor,
+    count: int,
+    past: KVCache | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Return rotated keys and values [B, H, T, D] of layer 0, then of layer 1, ..., all exact.
+
+    Args:
+        count: Number of layers; the pass stops where the last one's attention would begin.
+        past: What precedes the tokens [B, T]; not modified.
+        mask: [B, T] bool, False on padding.
+    """
+    if count == 1:
+        return first_layer(loaded, token_ids, positions)
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def stop_at_last(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest, **named):
+        if module.layer_idx == count - 1:
+            raise _FirstLayer(key, value)
+        return sdpa_attention_forward(module, query, key, value, *rest, **named)
+
+    token_ids = token_ids.to(loaded.device)
+    _, masks, _ = _place(token_ids, mask, past)
+    built = _start(loaded, past, None)
+    usual = loaded.model.config._attn_implementation
+    # Without its mask function a registered attention gets no mask at all.
+    AttentionMaskInterface.register("kvmap_lowest_layers", sdpa_mask)
+    AttentionInterface.register("kvmap_lowest_layers", stop_at_last)
+    try:
+        loaded.model.set_attn_implementation("kvmap_lowest_layers")
+        loaded.model(
+            input_ids=token_ids,
+            position_ids=positions.to(loaded.device),
+            attention_mask=masks,
+            use_cache=True,
+            **{cache_keyword(loaded.model): built},
+        )
+    except _FirstLayer:
+        own = slice(-token_ids.shape[1], None)
+        layers = built.layers[:count]
+        return tuple(t[:, :, own] for layer in layers for t in (layer.keys, layer.values))
+    finally:
+        loaded.model.set_attn_implementation(usual)
+    raise RuntimeError(f"{type(loaded.model).__name__} did not call its attention function")
