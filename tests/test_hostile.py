@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,26 @@ def test_devices_that_are_here_pass():
 # --- names and places
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": "x"},
+        {"num_hidden_layers": -1},
+        {"num_attention_heads": 0, "head_dim": None},
+        {"rope_parameters": {"rope_type": "zzz"}},
+        {"model_type": "t5"},
+        {"model_type": "zzz"},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_model_is_one_sentence(change, kvmap_run, tmp_path):
+    config = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    code, _, error = kvmap_run("plan", tmp_path, tmp_path)
+    assert (code, "cannot load the model" in error) == (2, True), error
+    assert "unexpected" not in error
+
+
 @pytest.mark.parametrize("command", ["show", "fit"])
 def test_a_name_longer_than_any_file_s_is_one_sentence(command, kvmap_run):
     code, _, error = kvmap_run(command, "a" * 300)
@@ -243,6 +264,30 @@ def test_a_cache_folder_that_is_a_file_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(KvmapError, match=r"maps: the folder could not be made \(Not a directory\)"):
         atomic.make_folder(tmp_path / "file" / "maps")
+
+
+def test_two_processes_take_turns_and_a_killed_one_holds_up_nobody(tmp_path):
+    wait = (
+        "import sys, time; from pathlib import Path; from kvmap import atomic\n"
+        "with atomic.alone(Path(sys.argv[1])): print('in', flush=True); time.sleep(60)"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", wait, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True
+    )
+    with first:
+        assert first.stdout.readline() == "in\n"
+        entered = threading.Event()
+
+        def second():
+            with atomic.alone(tmp_path / "c"):
+                entered.set()
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not entered.wait(0.2)
+        first.kill()
+        assert entered.wait(30)
+        thread.join()
 
 
 # --- text that is none

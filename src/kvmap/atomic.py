@@ -8,7 +8,8 @@ file as it was and nothing beside it; what a killed process left is swept by the
 import contextlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvmap.errors import KvmapError, UsageError
@@ -46,6 +47,24 @@ def write(path: str | Path, chunks: Iterable[Chunk], private: bool = False) -> P
         raise
     _sync_folder(target.parent)
     return Path(path)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other process is at work on a path, and keep others waiting meanwhile.
+
+    The system lets go of it for a process that is killed. Its empty file beside the path stays.
+    """
+    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        # A file system without locks, or a system without this call: as if alone.
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from kvmap.pipeline import (
     open_finished,
     sound_or_none,
 )
+from kvmap.ranks import are_several
 
 Progress = Callable[[str, int, int], None]
 
@@ -145,12 +147,21 @@ def collect_pair(
         loaded = {name: loading.open(name) for name in names}
         digests = tuple(loaded[name].signature.digest for name in names)
         path = calibration_path(digests, (loading.dtype_name,) * 2, found, options)
-        if finished := open_finished(path):
-            return finished, True
     atomic.make_folder(path.parent)
     openers = tuple(opener(name) for name in names)
-    force = force and out is not None
-    made = collect(openers, found.token_ids, path, options, found.record, progress, together, force)
+    with nullcontext() if out is not None or are_several() else atomic.alone(path):
+        if out is None and (finished := open_finished(path)):
+            return finished, True
+        made = collect(
+            openers,
+            found.token_ids,
+            path,
+            options,
+            found.record,
+            progress,
+            together,
+            force and out is not None,
+        )
     return made, False
 
 

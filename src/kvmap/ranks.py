@@ -62,6 +62,11 @@ def ranks() -> Iterator[Ranks]:
         distributed.destroy_process_group()
 
 
+def are_several() -> bool:
+    """Return whether `torchrun` has started more processes than this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def is_first() -> bool:
     """Return whether this process is the first, or the only one."""
     return int(os.environ.get("RANK", "0")) == 0

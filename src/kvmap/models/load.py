@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -89,14 +91,13 @@ def load(
     Raises:
         UsageError: Not found, not loadable, or of a kind whose cache cannot be mapped.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     checkpoint = resolve(name)
     place = pick_device(device)
     config = load_config(checkpoint, trust_remote_code)
     refuse_unsupported(config, name)
-    try:
+    with _told(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             checkpoint.location,
             revision=checkpoint.revision,
@@ -108,8 +109,6 @@ def load(
         )
         if place != "spread":
             model.to(place)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UsageError(_cannot_load(name, error)) from error
     if missing := sorted(report["missing_keys"]):
         raise UsageError(
             f"cannot load the model {name!r}: its files lack {len(missing)} weights, "
@@ -151,21 +150,28 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(
-            checkpoint.location, revision=checkpoint.revision, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
+        with _told(checkpoint.name):
+            config = AutoConfig.from_pretrained(
+                checkpoint.location,
+                revision=checkpoint.revision,
+                trust_remote_code=trust_remote_code,
+            )
+    except UsageError:
         config = published_config(checkpoint.name)
         if config is None:
-            raise UsageError(_cannot_load(checkpoint.name, error)) from error
+            raise
     return config.get_text_config(decoder=True)
 
 
 def parameter_count(config: Any) -> int:
-    """Return the number of parameters of a config's model; nothing is allocated."""
+    """Return the number of parameters of a config's model; nothing is allocated.
+
+    Raises:
+        UsageError: There is no such language model.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with _told(config.name_or_path or config.model_type), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -206,16 +212,23 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False) -> A
     """
     from transformers import AutoTokenizer
 
-    try:
+    with _told(checkpoint.name, "tokenizer"):
         return AutoTokenizer.from_pretrained(
             checkpoint.location, revision=checkpoint.revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UsageError(_cannot_load(checkpoint.name, error, "tokenizer")) from error
 
 
 def shape_of(config: Any) -> Geometry:
-    """Return the cache geometry a config states, without RoPE tables."""
+    """Return the cache geometry a config states, without RoPE tables.
+
+    Raises:
+        UsageError: It states none.
+    """
+    with _told(config.name_or_path or config.model_type):
+        return _shape_of(config)
+
+
+def _shape_of(config: Any) -> Geometry:
     query_heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     return Geometry(
@@ -316,9 +329,17 @@ def _revision(model: nn.Module, checkpoint: Checkpoint) -> str | None:
     )
 
 
-def _cannot_load(name: str, error: Exception, what: str = "model") -> str:
-    reason = " ".join(str(error).split("\n")[0].split())[:200]
-    return (
-        f"cannot load the {what} {name!r}: {reason}; "
-        "check the name with `kvmap models` or pass a local folder"
-    )
+@contextmanager
+def _told(name: str, what: str = "model") -> Iterator[None]:
+    """Say in one sentence that a checkpoint's files cannot be used.
+
+    They are anybody's, and what transformers raises over them is whatever they break.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split("\n")[0].split())[:200].rstrip(":")
+        raise UsageError(
+            f"cannot load the {what} {name!r}: {reason or type(error).__name__}; "
+            "check the name with `kvmap models` or pass a local folder"
+        ) from error
