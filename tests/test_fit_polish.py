@@ -96,3 +96,15 @@ def test_an_interrupted_polish_ends_as_an_uninterrupted_one(start, tmp_path):
     for layer, other in zip(resumed.cmap.layers[1:], whole.cmap.layers[1:], strict=True):
         assert torch.equal(layer.key.weight, other.key.weight)
     assert not path.exists()
+
+
+def test_a_damaged_checkpoint_is_not_taken_up(start, tmp_path):
+    models, cmap, sequences, splits = start
+    path = tmp_path / "polish.safetensors"
+    path.write_bytes(b"half a file")
+    seen = []
+    polish(
+        cmap, models, sequences, splits, OPTIONS, path, lambda step, done, total: seen.append(done)
+    )
+    assert seen[0] == 1
+    assert not path.exists()

@@ -5,21 +5,24 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvmap import artifacts, atomic, header
+from kvmap.calibration import Calibration, load_rows
 from kvmap.cli import app as command
-from kvmap.collect import clear
+from kvmap.collect import CollectOptions, clear
 from kvmap.errors import KvmapError, UsageError
 from kvmap.evaluate.report import Report
 from kvmap.evaluate.runner import Journal
 from kvmap.geometry import Geometry, RopeTable, Signature
 from kvmap.layers import load_layers
+from kvmap.mapping import MapOptions
 from kvmap.models.load import pick_device
-from kvmap.pipeline import cache_folder
+from kvmap.pipeline import cache_folder, sound_or_none
 from kvmap.transfer import message_ids, prompt_ids, read_text
 
 TABLE = RopeTable((1.0, 0.1))
@@ -105,6 +108,99 @@ def test_a_choice_of_layers_that_is_none_is_refused(change, tmp_path):
 
 
 KINDS = ("key", "value")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"heads": "some"},
+        {"joint": 1},
+        {"native_tail": 0},
+        {"native_tail": "64"},
+        {"native_head": -1},
+        {"native_head": True},
+        {"native_layers": -1},
+        {"assignment": ["0"]},
+        {"assignment": None},
+        {"unheard": 1},
+    ],
+    ids=str,
+)
+def test_options_of_no_map_are_not_rebuilt(change, tmp_path):
+    data = json.loads(json.dumps(asdict(MapOptions())))
+    assert MapOptions.from_json(data) == MapOptions()
+    with (
+        pytest.raises(UsageError, match=r"x: the map's header is not sound \("),
+        header.sound(tmp_path / "x", "map"),
+    ):
+        MapOptions.from_json(data | change)
+
+
+INDEX = {
+    "kind": "calibration",
+    "source": SIGNATURE.to_json(),
+    "target": SIGNATURE.to_json(),
+    "options": asdict(CollectOptions(heads="all", joint=True)),
+    "text": {},
+    "tokens_digest": "d",
+    "sequences": 8,
+    "length": 4,
+    "shards": [{"source": "source-00000.safetensors", "target": "target-00000.safetensors"}],
+    "heads": ["head-00000.safetensors"],
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"heads": ["../../etc/passwd"]},
+        {"heads": ["/etc/passwd"]},
+        {"heads": ["head-00000.safetensors/../x"]},
+        {"heads": [5]},
+        {"shards": [{"source": "../source-00000.safetensors", "target": "x"}]},
+        {"shards": 5},
+        {"sequences": "8"},
+        {"sequences": 10**15},
+        {"length": 0},
+        {"options": {}},
+        {"options": INDEX["options"] | {"native_head": "4"}},
+        {"text": None, "tokens_digest": 5},
+        {"source": {}},
+    ],
+    ids=str,
+)
+def test_an_index_that_is_none_or_names_files_elsewhere_is_refused(change, tmp_path):
+    artifacts.write_json(tmp_path / "index.json", INDEX)
+    assert Calibration.open(tmp_path).tokens == 32
+    artifacts.write_json(tmp_path / "index.json", INDEX | change)
+    with pytest.raises(UsageError, match=r"index\.json: the calibration's header is not sound"):
+        Calibration.open(tmp_path)
+
+
+def dump(path, model, rows=3, heads=2):
+    tensors = {f"{k}.{layer}": torch.zeros(rows, heads, 4) for layer in range(2) for k in KINDS} | {
+        name: torch.arange(rows) for name in ("position", "sequence")
+    }
+    return artifacts.write(path, "dump", tensors, {"model": model.to_json()})
+
+
+def test_rows_of_another_model_or_shape_are_refused(tmp_path):
+    pair = (SIGNATURE, replace(SIGNATURE, weights_digest="other"))
+    paths = [dump(tmp_path / f"{at}", model) for at, model in enumerate(pair)]
+    assert load_rows(*paths, pair)[0].count == 3
+    with pytest.raises(
+        UsageError, match=r"0: is of a \(digest .*\), expected a \(digest .*\); run"
+    ):
+        load_rows(paths[0], paths[1], pair[::-1])
+    dump(paths[1], pair[1], heads=1)
+    with pytest.raises(UsageError, match=r"'key\.0' has shape \(3, 1, 4\), expected \(3, 2, 4\)"):
+        load_rows(*paths, pair)
+
+
+def test_what_was_made_before_and_is_damaged_is_made_again(tmp_path):
+    assert sound_or_none(load_layers, tmp_path / "absent") is None
+    (tmp_path / "damaged").write_bytes(b"half a file")
+    assert sound_or_none(load_layers, tmp_path / "damaged") is None
 
 
 @pytest.mark.parametrize("metadata", [{}, {"figures": 5, "labels": {}}, {"figures": {}}], ids=str)

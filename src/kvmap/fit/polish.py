@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvmap import artifacts
+from kvmap.errors import UsageError
 from kvmap.fit.closed_form import Splits
 from kvmap.fit.continuation import Lesson, lesson, loss
 from kvmap.fit.coordinates import Coordinates
@@ -200,8 +201,11 @@ class _Run:
         """Take up the state of an interrupted run of the same map and options."""
         if path is None or not path.exists():
             return
-        artifact = artifacts.open_artifact(path, "polish")
-        if artifact.metadata["key"] != self.key:
+        try:
+            artifact = artifacts.open_artifact(path, "polish")
+        except UsageError:  # damaged: start anew
+            return
+        if artifact.metadata.get("key") != self.key:
             return
         self.step = artifact.metadata["step"]
         self.history = {int(k): v for k, v in artifact.metadata["history"].items()}
