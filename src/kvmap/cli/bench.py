@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmap.cli import options
+from kvmap.cli import inputs, options
 from kvmap.cli.output import Output, amount, figure, table
 from kvmap.errors import FloorMissed, UsageError
 
@@ -24,7 +24,7 @@ PAIR, CONTEXT = "tiny-m,tiny-l", "1024,4096"
 def run(
     map_file: Annotated[
         Path | None,
-        typer.Argument(metavar="[MAP]", help="A map that `kvmap fit` made. [default: one is made]"),
+        typer.Argument(metavar="MAP", help="A map that `kvmap fit` made. [default: one is made]"),
     ] = None,
     context: Annotated[
         str, typer.Option("--context", metavar="N,...", help="Lengths of context, in tokens.")
@@ -79,9 +79,9 @@ def run(
         ),
     ] = None,
     dry_run: options.DryRun = False,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
+    seed: options.Seed = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -90,7 +90,8 @@ def run(
     from kvmap.pair import Loading
 
     out = Output(as_json, quiet)
-    contexts, loading = parse_contexts(context), Loading(device, dtype)
+    contexts = parse_contexts(context)
+    loading = inputs.given(Loading, device=device, dtype=dtype)
     jobs = bench.jobs_of(map_file, pair, both, recipe)
     if dry_run:
         _plan(out, jobs, contexts, loading)
@@ -120,7 +121,9 @@ def parse_contexts(given: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _bench_options(budget: float | None, repeats: int | None, seed: int, cpu_time: bool) -> Any:
+def _bench_options(
+    budget: float | None, repeats: int | None, seed: int | None, cpu_time: bool
+) -> Any:
     from kvmap.bench import BenchOptions
 
     if repeats is not None and repeats < 1:

@@ -69,11 +69,11 @@ Diagnosed = Annotated[
 ]
 
 
-def _floor(name: str, what: str) -> type:
+def _floor(name: str, what: str, side: str = "below") -> type:
     return Annotated[
         float | None,
         typer.Option(
-            name, metavar="X", parser=options.number, help=f"Exit 3 if {what} may be beyond X."
+            name, metavar="X", parser=options.number, help=f"Exit 3 if {what} may be {side} X."
         ),
     ]
 
@@ -105,7 +105,7 @@ def run(
     min_gap_recovered: _floor("--min-gap-recovered", "the gap recovered") = None,
     min_margin: _floor("--min-margin", "the margin over the best control") = None,
     min_cosine: _floor("--min-cosine", "the attention-output cosine") = None,
-    max_kl: _floor("--max-kl", "the divergence from native, in nats per token,") = None,
+    max_kl: _floor("--max-kl", "the divergence from native, in nats per token,", "above") = None,
     source_model: options.SourceModel = None,
     target_model: options.TargetModel = None,
     seed: options.Seed = None,

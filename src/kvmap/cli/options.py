@@ -103,7 +103,9 @@ Recipe = Annotated[
 ]
 K = Annotated[
     str | None,
-    typer.Option("-k", metavar="N|auto", help="Source layers per target layer; auto by held-out."),
+    typer.Option(
+        "-k", metavar="N|auto", help="Source layers per target layer; auto by held-out R²."
+    ),
 ]
 LayerMethod = Annotated[
     str | None,

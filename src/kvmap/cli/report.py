@@ -22,7 +22,7 @@ RATIOS = {
 
 def run(
     reports: Annotated[
-        list[Path], typer.Argument(metavar="REPORT...", help="Reports that `kvmap eval` wrote.")
+        list[Path], typer.Argument(metavar="REPORT", help="Reports that `kvmap eval` wrote.")
     ],
     as_json: options.Json = False,
 ) -> None:

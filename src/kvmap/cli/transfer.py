@@ -20,7 +20,9 @@ EXAMPLES = (
 Prompt = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The context.")]
 PromptFile = Annotated[
     Path | None,
-    typer.Option("--prompt-file", metavar="FILE", help="The same from a file; - reads."),
+    typer.Option(
+        "--prompt-file", metavar="FILE", help="The same from a file; - for standard input."
+    ),
 ]
 Messages = Annotated[
     Path | None,
