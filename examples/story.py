@@ -1,6 +1,7 @@
 """Print a story of the embedded world that no model has read, and a question about it.
 
-python examples/story.py [SEED] > story.txt; the right answer goes to stderr.
+python examples/story.py [SEED] > story.txt; the right answer goes to stderr. The question joins
+two facts: tiny-l can do so, tiny-s and tiny-m cannot.
 """
 
 import sys
@@ -11,7 +12,7 @@ from kvmap.demo import world
 def main() -> None:
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     document = next(world.documents("evaluation", 1, 512, seed))
-    question = document.questions[0]
+    question = next(one for one in document.questions if one.kind == "two_hop")
     print(f"{document.text} {question.prompt}")
     print(f"{question.prompt} {question.answer}", file=sys.stderr)
 
