@@ -43,7 +43,7 @@ def text(found: dict[str, Any]) -> str:
     states = {
         True: "can be paired",
         False: "cannot be paired",
-        None: "may be paired, if their tokenizers agree: not at hand here",
+        None: "may be paired if their tokenizers agree, which are not at hand here",
     }
     names = [found[side]["name"] for side in ("source", "target")]
     parts = [
