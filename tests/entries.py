@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kvmap.columns import KINDS, Block, groups
+from kvmap.columns import KINDS, Block, groups, head_sizes
 from kvmap.geometry import Geometry, RopeTable
 from kvmap.moments import Moments, Rows
 
@@ -41,6 +41,10 @@ def noise(count: int, source=SOURCE, target=TARGET, seed: int = 0, mean: float =
             size = (shape.layers, count, shape.kv_heads, shape.head_size)
             drawn = torch.randn(size, generator=generator, dtype=torch.float64) + mean
             entries[side, kind] = tuple(drawn.float())
+    for kind in KINDS:
+        size = (count, target.kv_heads, target.head_size)
+        drawn = torch.randn(size, generator=generator, dtype=torch.float64) + mean
+        entries["before", kind] = (drawn.float(),)
     return Rows(entries)
 
 
@@ -94,5 +98,4 @@ def moments(
 
 def empty(source=SOURCE, target=TARGET, heads: str = "all", joint: bool = True) -> Moments:
     """Return accumulators that have seen nothing."""
-    sizes = {"source": source.head_size, "target": target.head_size}
-    return Moments(groups(source, target, heads, joint), sizes)
+    return Moments(groups(source, target, heads, joint), head_sizes(source, target))

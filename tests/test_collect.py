@@ -466,3 +466,14 @@ def test_merge_does_not_write_among_other_files(halves, tmp_path):
     (tmp_path / "ab" / "letter").write_text("dear")
     with pytest.raises(UsageError, match=r"is not empty"):
         merge(halves(), tmp_path / "ab")
+
+
+def test_the_target_keeps_its_first_layer_of_the_token_before(run, native_rows, tmp_path):
+    """Layer 0 one token late, zeros ahead of the first; what the second anchor reads."""
+    made = run(tmp_path / "c")
+    shards = list(made.shards())
+    for kind in ("key", "value"):
+        found = torch.cat([rows.entries["before", kind][0] for rows, *_ in shards]).flatten(1)
+        expected = native_rows["target", kind][0]
+        late = np.pad(expected, ((0, 0), (1, 0), (0, 0)))[:, :-1][:, ::STRIDE]
+        np.testing.assert_allclose(found.numpy(), late.reshape(len(found), -1), atol=2e-5)

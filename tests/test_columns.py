@@ -41,11 +41,12 @@ def test_all_heads_keep_keys_and_values_apart():
 
 
 def test_joint_keeps_both_kinds_and_the_anchor_beside_each_other():
-    """The anchor is the target's own layer 0, which it has exactly and cheaply."""
+    """The anchor is the target's own layer 0, which it has exactly and cheaply, of two tokens."""
     (both,) = groups(SOURCE, TARGET, "all", joint=True)
     inputs, outputs = blocks_of(both)
     assert outputs == every(TARGET, "target", "key") | every(TARGET, "target", "value")
     anchors = {block for block in outputs if block.layer == 0}
+    anchors |= {Block("before", block.kind, 0, block.head) for block in anchors}
     assert inputs == every(SOURCE, "source", "key") | every(SOURCE, "source", "value") | anchors
 
 

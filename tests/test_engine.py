@@ -24,8 +24,14 @@ SHAPES = {
 # Neighbours, neighbours among the layers that are read at all, and scattered ones.
 CHOICES = ((0, 1), (1, 3), (0, 4))
 COMBINATIONS = [
-    MapOptions(heads=heads, joint=joint, anchor=anchor, exact_first=anchor)
-    for heads, joint, anchor in itertools.product(("all", "matched"), (False, True), (False, True))
+    MapOptions(
+        heads=heads,
+        joint=joint,
+        anchor=anchors > 0,
+        anchor_before=anchors > 1,
+        exact_first=anchors > 0,
+    )
+    for heads, joint, anchors in itertools.product(("all", "matched"), (False, True), (0, 1, 2))
 ]
 
 
@@ -95,6 +101,8 @@ def expected(cmap, cache, first, index, kind):
     anchors = []
     if options.anchor:
         anchors = [turned(first[0], positions, target.rope[0], -1), first[1].double()]
+    if options.anchors > 1:
+        anchors += [torch.nn.functional.pad(anchor, (0, 0, 1, -1)) for anchor in anchors]
     made = []
     for head in range(target.kv_heads):
         if options.heads == "matched":
@@ -207,3 +215,26 @@ def test_memory_beside_the_caches_is_bounded_and_does_not_grow_with_tokens(monke
         )
     assert extra[0] == extra[1]
     assert bound / 4 < extra[1] <= 1.1 * bound
+
+
+@pytest.mark.parametrize("heads", ["all", "matched"])
+def test_what_stands_before_a_part_of_a_context_is_read(heads):
+    """A part mapped after another equals its share of the whole; without the token before, not."""
+    options = MapOptions(heads=heads, anchor=True, anchor_before=True, exact_first=True)
+    cmap = made(SHAPES["as many heads"], options)
+    cache = drawn(cmap.source.geometry)
+    own = drawn(cmap.target.geometry, seed=2)
+    first = (own.keys[0], own.values[0])
+    rest = tuple(tensor[:, :, 4:] for tensor in first)
+    before = tuple(tensor[:, :, 3:4] for tensor in first)
+    # Step by step: a part does not know at which other position the token before might stand.
+    steady = cache.positions[:, :1] + torch.arange(cache.tokens)
+    cache = KVCache(cache.keys, cache.values, steady)
+    whole = cmap.apply(cache, first)
+    part = cmap.apply(cache.slice(4, cache.tokens), rest, before=before)
+    blind = cmap.apply(cache.slice(4, cache.tokens), rest)
+    for layer in (1, 2):
+        torch.testing.assert_close(part.keys[layer], whole.keys[layer][:, :, 4:])
+        torch.testing.assert_close(part.values[layer], whole.values[layer][:, :, 4:])
+        assert not torch.allclose(blind.values[layer][:, :, 0], whole.values[layer][:, :, 4])
+        torch.testing.assert_close(blind.values[layer][:, :, 1:], whole.values[layer][:, :, 5:])

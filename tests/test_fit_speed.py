@@ -5,12 +5,12 @@ import torch
 from entries import SOURCE, TARGET, matrix, noise, related
 
 from kvmap import moments
-from kvmap.columns import groups
+from kvmap.columns import groups, head_sizes
 from kvmap.fit.closed_form import RIDGE_GRID, solve_best
 from kvmap.moments import Moments
 from kvmap.ridge import fitted_error, solve, squared_error
 
-SIZES = {"source": SOURCE.head_size, "target": TARGET.head_size}
+SIZES = head_sizes(SOURCE, TARGET)
 GROUPS = groups(SOURCE, TARGET, "all", True)
 
 

@@ -178,9 +178,10 @@ def test_an_index_that_is_none_or_names_files_elsewhere_is_refused(change, tmp_p
 
 
 def dump(path, model, rows=3, heads=2):
-    tensors = {f"{k}.{layer}": torch.zeros(rows, heads, 4) for layer in range(2) for k in KINDS} | {
-        name: torch.arange(rows) for name in ("position", "sequence")
-    }
+    entries = [f"{kind}.{layer}" for layer in range(2) for kind in KINDS]
+    entries += [f"before.{kind}" for kind in KINDS]
+    tensors = {name: torch.zeros(rows, heads, 4) for name in entries}
+    tensors |= {name: torch.arange(rows) for name in ("position", "sequence")}
     return artifacts.write(path, "dump", tensors, {"model": model.to_json()})
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvmap import artifacts, header
-from kvmap.columns import KINDS, groups
+from kvmap.columns import KINDS, groups, head_sizes
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, Signature, json_digest
 from kvmap.moments import Moments, Rows
@@ -163,13 +163,15 @@ class Calibration:
 def _head_rows(
     artifact: artifacts.Artifact, members: Tensor, geometries: tuple[Geometry, Geometry]
 ) -> Rows:
+    source, target = geometries
+    sides = (("source", source, source.layers), ("target", target, target.layers))
     return Rows(
         {
             (side, kind): tuple(
                 _entries(artifact, f"{side}.{kind}.{layer}", len(members), geometry)[members]
-                for layer in range(geometry.layers)
+                for layer in range(layers)
             )
-            for side, geometry in zip(("source", "target"), geometries, strict=True)
+            for side, geometry, layers in (*sides, ("before", target, 1))
             for kind in KINDS
         }
     )
@@ -177,8 +179,7 @@ def _head_rows(
 
 def empty_moments(source: Geometry, target: Geometry, heads: str, joint: bool) -> Moments:
     """Return accumulators for a pair."""
-    sizes = {"source": source.head_size, "target": target.head_size}
-    return Moments(groups(source, target, heads, joint), sizes)
+    return Moments(groups(source, target, heads, joint), head_sizes(source, target))
 
 
 def save_moments(path: Path, moments: dict[str, Moments], metadata: dict[str, Any]) -> Path:
@@ -236,6 +237,9 @@ def load_rows(
                 )
                 for at in range(expected.geometry.layers)
             )
+    count, geometry = len(opened["target"].tensor("position")), models[1].geometry
+    for kind in KINDS:
+        entries["before", kind] = (_entries(opened["target"], f"before.{kind}", count, geometry),)
     places = {side: (a.tensor("position"), a.tensor("sequence")) for side, a in opened.items()}
     if not all(torch.equal(*pair) for pair in zip(places["source"], places["target"], strict=True)):
         raise UsageError(f"{source} and {target} hold different tokens; run `kvmap collect` again")

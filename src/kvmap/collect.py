@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvmap import artifacts, atomic
 from kvmap.calibration import (
@@ -31,6 +32,7 @@ from kvmap.calibration import (
     load_rows,
     save_moments,
 )
+from kvmap.columns import KINDS
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest, pairing_problems
 from kvmap.models import LoadedModel, prefill
@@ -286,7 +288,7 @@ class _Run:
             return
         loaded = self.models.open(side)
         batches = [
-            _content(loaded, self.token_ids[batch], self.options.stride)
+            _content(loaded, self.token_ids[batch], self.options.stride, side == 1)
             for batch in self._batches(shard)
         ]
         tensors = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -392,8 +394,14 @@ class _Run:
         return Calibration.open(self.out)
 
 
-def _content(loaded: LoadedModel, token_ids: Tensor, stride: int) -> dict[str, Tensor]:
-    """Return content keys and values [B·T/stride, H, D] per layer, and positions."""
+def _content(
+    loaded: LoadedModel, token_ids: Tensor, stride: int, before: bool
+) -> dict[str, Tensor]:
+    """Return content keys and values [B·T/stride, H, D] per layer, and positions.
+
+    Args:
+        before: Add layer 0 of the token before each; zeros where there is none.
+    """
     cache, _ = prefill(loaded, token_ids)
     kept = torch.arange(0, token_ids.shape[1], stride, device=loaded.device)
     positions = cache.positions[:, kept]
@@ -404,8 +412,19 @@ def _content(loaded: LoadedModel, token_ids: Tensor, stride: int) -> dict[str, T
         keys = strip(cache.keys[layer][:, :, kept.to(place)], positions.to(place), table)
         values = cache.values[layer][:, :, kept.to(place)]
         for kind, tensor in (("key", keys), ("value", values)):
-            found[f"{kind}.{layer}"] = tensor.transpose(1, 2).flatten(0, 1).to(loaded.dtype).cpu()
+            found[f"{kind}.{layer}"] = _as_rows(tensor, loaded.dtype)
+    if before:
+        table = loaded.signature.geometry.rope[0]
+        first = (strip(cache.keys[0], cache.positions, table), cache.values[0])
+        for kind, tensor in zip(KINDS, first, strict=True):
+            shifted = pad(tensor, (0, 0, 1, -1))[:, :, kept.to(tensor.device)]
+            found[f"before.{kind}"] = _as_rows(shifted, loaded.dtype)
     return found
+
+
+def _as_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [B, H, T, D] as [B·T, H, D] on the CPU."""
+    return tensor.transpose(1, 2).flatten(0, 1).to(dtype).cpu()
 
 
 def _pick(rows: Rows, members: Tensor) -> Rows:

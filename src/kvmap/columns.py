@@ -9,7 +9,7 @@ per target head with its own source head only, which is H times smaller (arXiv 2
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmap.geometry import Geometry
 
@@ -18,7 +18,11 @@ KINDS = ("key", "value")
 
 @dataclass(frozen=True, order=True)
 class Block:
-    """D columns: `side` is "source" or "target", `kind` "key" (content space) or "value"."""
+    """D columns of one token's row.
+
+    `side` is "source", "target", or "before": the target's, of the token before. `kind` is
+    "key" (content space) or "value".
+    """
 
     side: str
     kind: str
@@ -33,6 +37,11 @@ class Group:
     name: str
     inputs: tuple[Block, ...]
     outputs: tuple[Block, ...]
+
+
+def head_sizes(source: Geometry, target: Geometry) -> dict[str, int]:
+    """Return the columns D of a block by its side."""
+    return {"source": source.head_size, "target": target.head_size, "before": target.head_size}
 
 
 def head_assignment(source_heads: int, target_heads: int) -> tuple[int, ...]:
@@ -54,7 +63,8 @@ def groups(source: Geometry, target: Geometry, heads: str, joint: bool) -> tuple
 
     Args:
         heads: "all" or "matched".
-        joint: Keep keys beside values, and the target's layer 0 (the anchor) beside both.
+        joint: Keep keys beside values, and the target's layer 0 (the anchor), of the token and
+            of the one before, beside both.
     """
     if heads == "all":
         return tuple(_head_groups(source, target, None, None, joint, "all"))
@@ -70,4 +80,5 @@ def _head_groups(source, target, source_heads, target_heads, joint, name) -> Ite
         inputs = [b for kind in subset for b in blocks(source, "source", kind, source_heads)]
         outputs = [b for kind in subset for b in blocks(target, "target", kind, target_heads)]
         anchors = [b for b in outputs if b.layer == 0] if joint else []
+        anchors += [replace(block, side="before") for block in anchors]
         yield Group(name if joint else f"{name}.{subset[0]}", (*inputs, *anchors), tuple(outputs))

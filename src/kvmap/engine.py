@@ -55,7 +55,13 @@ def empty_cache(geometry: Geometry, positions: Tensor, dtype: torch.dtype) -> KV
     return KVCache(keys, values, positions)
 
 
-def apply(cmap: CacheMap, cache: KVCache, first: FirstLayer | None, out: KVCache) -> None:
+def apply(
+    cmap: CacheMap,
+    cache: KVCache,
+    first: FirstLayer | None,
+    out: KVCache,
+    before: FirstLayer | None = None,
+) -> None:
     """Write the target's cache for the source's into `out`.
 
     Args:
@@ -73,7 +79,12 @@ def apply(cmap: CacheMap, cache: KVCache, first: FirstLayer | None, out: KVCache
     for start in range(0, cache.tokens, work.chunk):
         stop = min(start + work.chunk, cache.tokens)
         part = None if first is None else tuple(tensor[:, :, start:stop] for tensor in first)
-        _Chunk(cmap, cache.slice(start, stop), part, work).write(out.slice(start, stop))
+        if start and first is not None:
+            before = tuple(tensor[:, :, start - 1 : start] for tensor in first[:2])
+        # Where the token before stands; ahead of the context, one place ahead.
+        ahead = cache.positions[:, start - 1 : start] if start else cache.positions[:, :1] - 1
+        chunk = _Chunk(cmap, cache.slice(start, stop), part, work, _Before(before, ahead))
+        chunk.write(out.slice(start, stop))
 
 
 def _kernel_wanted(cache: KVCache) -> bool:
@@ -120,7 +131,7 @@ class _Layout:
     Attributes:
         groups: G.
         source: Columns of one source layer.
-        anchor: Columns of the target's own first layer, 0 if it is no input.
+        anchor: Columns of the target's own first layer, of the token and the one before.
         outputs: Columns q of one target layer's keys, or values.
         places: Source layers in the order of their columns.
     """
@@ -141,7 +152,7 @@ class _Layout:
         return cls(
             groups,
             width * (2 if cmap.options.joint else 1),
-            2 * outputs if cmap.options.anchor else 0,
+            2 * outputs * cmap.options.anchors,
             outputs,
             cmap.source_layers,
         )
@@ -216,11 +227,37 @@ def _chunk_tokens(cmap: CacheMap, cache: KVCache, held: int) -> int:
     return min(cache.tokens, max(LEAST_TOKENS, min(fits, MOST_TOKENS)))
 
 
+@dataclass(frozen=True)
+class _Before:
+    """The token before a chunk: its layer 0 [B, H_t, 1, D_t], where there is one, and position."""
+
+    entries: FirstLayer | None
+    position: Tensor
+
+    def shifted(self, first: FirstLayer) -> FirstLayer:
+        """Return layer 0 one token late: what stands before comes in front, the last drops out."""
+        lead = self.entries or tuple(torch.zeros_like(tensor[:, :, :1]) for tensor in first[:2])
+        return tuple(
+            torch.cat((one.to(tensor), tensor[:, :, :-1]), dim=2)
+            for one, tensor in zip(lead, first[:2], strict=True)
+        )
+
+    def angles(self, positions: Tensor) -> Angles:
+        """Return the angles of the shifted layer's positions."""
+        late = torch.cat((self.position, positions[:, :-1]), dim=1)
+        return Angles(late[None, :, :, None])
+
+
 class _Chunk:
     """One chunk of tokens, stripped and laid side by side."""
 
     def __init__(
-        self, cmap: CacheMap, cache: KVCache, first: FirstLayer | None, work: _Workspace
+        self,
+        cmap: CacheMap,
+        cache: KVCache,
+        first: FirstLayer | None,
+        work: _Workspace,
+        before: _Before,
     ) -> None:
         self.cmap, self.first, self.work = cmap, first, work
         self.shape = tuple(cache.positions.shape)
@@ -233,6 +270,11 @@ class _Chunk:
         if cmap.options.anchor:
             start = work.layout.columns - work.layout.anchor
             self._lay(first[:2], start, cmap.target.geometry.rope[0], both=True)
+        if cmap.options.anchors > 1:
+            start += work.layout.anchor // 2
+            own, self.angles = self.angles, before.angles(cache.positions)
+            self._lay(before.shifted(first), start, cmap.target.geometry.rope[0], both=True)
+            self.angles = own
 
     def _assigned(self, tensor: Tensor) -> Tensor:
         """Return the source heads that the target heads read, [B, G, T, D]."""

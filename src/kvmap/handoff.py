@@ -123,7 +123,10 @@ def map_middle(
         clock.lap("first_layer")
     middle = middle.to(target.device)
     out = out or allocate(cmap.target.geometry, middle, target.dtype)
-    mapped = cmap.apply(middle, first, out)
+    before = None
+    if past is not None and cmap.options.anchors > 1:
+        before = (past.keys[0][:, :, -1:], past.values[0][:, :, -1:])
+    mapped = cmap.apply(middle, first, out, before)
     clock.lap("map")
     return mapped
 

@@ -3,7 +3,8 @@
 For target layer t and chosen source layers S:  K̂_t = R_t(concat_S(R_s⁻¹K_s, …)·W_K + b_K),
 V̂_t likewise without the rotations. The inputs are the chosen layers' keys for keys and values
 for values (arXiv 2608.03893); `joint` gives both to both; `anchor` appends the target's own
-layer-0 keys and values, which depend on the token alone; `heads="matched"` lets each target
+layer-0 keys and values, which depend on the token alone, and `anchor_before` those of the token
+before, which layer 1 is often about; `heads="matched"` lets each target
 head read its own source head only (arXiv 2609.00891).
 """
 
@@ -33,6 +34,7 @@ class MapOptions:
         heads: "all" or "matched".
         joint: Keys and values are each predicted from both.
         anchor: The target's own layer 0 is an input of every other layer.
+        anchor_before: So is that of the token before; counts only beside `anchor`.
         exact_first: The target's layer 0 is computed, not mapped.
         native_layers: Lowest layers of the target that run natively over the whole context,
             so that their keys and values are exact; 1 is `exact_first`.
@@ -44,6 +46,7 @@ class MapOptions:
     heads: str = "all"
     joint: bool = False
     anchor: bool = False
+    anchor_before: bool = False
     exact_first: bool = False
     native_layers: int = 0
     native_head: int = 0
@@ -72,6 +75,11 @@ class MapOptions:
     def exact_layers(self) -> int:
         """Number of the target's lowest layers that are computed, not mapped."""
         return max(int(self.exact_first), self.native_layers)
+
+    @property
+    def anchors(self) -> int:
+        """Number of tokens whose own layer 0 is an input: 0, the token, or also the one before."""
+        return 1 + self.anchor_before if self.anchor else 0
 
     @property
     def read_layers(self) -> int:
@@ -202,7 +210,11 @@ class CacheMap:
         return replace(self, layers=layers)
 
     def apply(
-        self, cache: KVCache, first: FirstLayer | None = None, out: KVCache | None = None
+        self,
+        cache: KVCache,
+        first: FirstLayer | None = None,
+        out: KVCache | None = None,
+        before: FirstLayer | None = None,
     ) -> KVCache:
         """Return the target's cache for the source's, at the same positions.
 
@@ -211,6 +223,8 @@ class CacheMap:
             first: The target's own lowest layers for the same tokens, rotated keys and values
                 [B, H_t, T, D_t] of layer 0, then of layer 1, as many as `options.read_layers`.
             out: Written and returned instead of a new cache of the source's dtype.
+            before: The target's layer 0 of the token before these, rotated key and value
+                [B, H_t, 1, D_t], at the position before; None where the context begins.
 
         Raises:
             UsageError: The cache is not of the source's shape, or `first` is missing.
@@ -222,7 +236,7 @@ class CacheMap:
                 "`--no-anchor --no-exact-first`"
             )
         out = out or engine.allocate(self.target.geometry, cache)
-        engine.apply(self, cache, first, out)
+        engine.apply(self, cache, first, out, before)
         return out
 
     def map(
@@ -292,7 +306,9 @@ class CacheMap:
             options = MapOptions.from_json(data["options"])
             source, target = (Signature.from_json(data[side]) for side in ("source", "target"))
             layers = tuple(
-                None if chosen is None else _load_layer(artifact, at, tuple(map(operator.index, chosen)))
+                None
+                if chosen is None
+                else _load_layer(artifact, at, tuple(map(operator.index, chosen)))
                 for at, chosen in enumerate(data["layers"])
             )
             made = cls(source, target, layers, options, dict(data["provenance"]))
@@ -367,9 +383,9 @@ def weight_shape(
     """Return [G, p, q] of one layer's key or value weight for k source layers."""
     kinds = 2 if options.joint else 1
     if options.heads == "matched":
-        p = k * kinds * source.head_size + (2 * target.head_size if options.anchor else 0)
+        p = k * kinds * source.head_size + 2 * options.anchors * target.head_size
         return target.kv_heads, p, target.head_size
-    p = k * kinds * source.width + (2 * target.width if options.anchor else 0)
+    p = k * kinds * source.width + 2 * options.anchors * target.width
     return 1, p, target.width
 
 
@@ -391,6 +407,6 @@ def input_blocks(
     read = range(heads[0]) if head is None else (options.assignment[head],)
     own = range(heads[1]) if head is None else (head,)
     found = [Block("source", part, s, h) for s in source_layers for part in kinds for h in read]
-    if options.anchor:
-        found += [Block("target", part, 0, h) for part in KINDS for h in own]
+    for side in ("target", "before")[: options.anchors]:
+        found += [Block(side, part, 0, h) for part in KINDS for h in own]
     return found

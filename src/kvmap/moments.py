@@ -28,7 +28,7 @@ BLOCK = 512
 class Rows:
     """Content-space cache entries of n tokens of both models.
 
-    `entries[side, kind]` is one tensor [n, H, D] per layer.
+    `entries[side, kind]` is one tensor [n, H, D] per layer; side "before" has layer 0 alone.
     """
 
     entries: dict[tuple[str, str], tuple[Tensor, ...]]
@@ -63,7 +63,7 @@ class Moments:
         """Start empty.
 
         Args:
-            sizes: Head size D of "source" and "target".
+            sizes: Head size D by side, as `columns.head_sizes` gives it.
             products: Dtype in which a chunk of centred rows is multiplied before it is added in
                 float64; float32 is several times faster and costs about six digits.
         """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvmap.collect import CollectOptions
-from kvmap.columns import groups
+from kvmap.columns import groups, head_sizes
 from kvmap.fit.recipes import RECIPES
 from kvmap.geometry import Geometry
 from kvmap.mapping import MapOptions, weight_shape
@@ -47,7 +47,7 @@ def map_flops_per_token(options: MapOptions, k: int, source: Geometry, target: G
 def moments_bytes(source: Geometry, target: Geometry, heads: str, joint: bool) -> int:
     """Return the bytes of train and held-out moments."""
     total = 0
-    sizes = {"source": source.head_size, "target": target.head_size}
+    sizes = head_sizes(source, target)
     for group in groups(source, target, heads, joint):
         p = sum(sizes[block.side] for block in group.inputs)
         q = sum(sizes[block.side] for block in group.outputs)
@@ -71,7 +71,8 @@ def dump_bytes(
 ) -> int:
     """Return the bytes of the dump of [N, T] tokens."""
     rows = shape[0] * -(-shape[1] // options.stride)
-    return rows * sum(g.kv_bytes_per_token(itemsize) for g in (source, target))
+    before = 2 * target.width * itemsize
+    return rows * (before + sum(g.kv_bytes_per_token(itemsize) for g in (source, target)))
 
 
 def forward_flops(parameters: int, geometry: Geometry, shape: tuple[int, int]) -> float:
@@ -115,7 +116,7 @@ def collect_cost(
 def _group_sizes(
     source: Geometry, target: Geometry, options: CollectOptions
 ) -> list[tuple[int, int]]:
-    sizes = {"source": source.head_size, "target": target.head_size}
+    sizes = head_sizes(source, target)
     return [
         (sum(sizes[b.side] for b in group.inputs), sum(sizes[b.side] for b in group.outputs))
         for group in groups(source, target, options.heads, options.joint)

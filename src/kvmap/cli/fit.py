@@ -81,6 +81,10 @@ def run(
     anchor: Annotated[
         bool | None, typer.Option("--anchor/--no-anchor", help="Read the target's layer 0 too.")
     ] = None,
+    anchor_before: Annotated[
+        bool | None,
+        typer.Option("--anchor-before/--no-anchor-before", help="And that of the token before."),
+    ] = None,
     exact_first: Annotated[
         bool | None,
         typer.Option("--exact-first/--no-exact-first", help="Compute the target's layer 0."),
@@ -132,6 +136,7 @@ def run(
         "heads": inputs.one_of("--heads", heads, "all", "matched"),
         "joint": joint,
         "anchor": anchor,
+        "anchor_before": anchor_before,
         "exact_first": exact_first,
         "native_layers": inputs.at_least("--native-layers", native_layers, 0),
         "native_head": inputs.at_least("--native-head", native_head, 0),

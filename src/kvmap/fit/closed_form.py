@@ -20,7 +20,7 @@ from kvmap.mapping import Affine, LayerMap, MapOptions, input_blocks
 from kvmap.moments import Moments
 from kvmap.ridge import Covariance, explained_share, fitted_error, solve, squared_error
 
-RIDGE_GRID = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+RIDGE_GRID = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _composed(first: CacheMap, second: CacheMap, index: int, empty: CacheMap) ->
         outer, bias = dense(second, index, kind)
         weight = outer.new_zeros(size, outer.shape[1])
         for (side, hub, part, head), own in inner.items():
-            if side == "target":  # the anchor passes through
+            if side != "source":  # the anchors pass through
                 weight[rows[side, hub, part, head]] += outer[own]
                 continue
             made, shift = _hub_head(first, hub, part, head, rows, size)
@@ -106,8 +106,8 @@ def input_rows(cmap: CacheMap, layers: tuple[int, ...], kind: str) -> tuple[Rows
         for part in kinds
         for head in range(source.kv_heads)
     ]
-    if cmap.options.anchor:
-        names += [("target", 0, part, head) for part in KINDS for head in range(target.kv_heads)]
+    for side in ("target", "before")[: cmap.options.anchors]:
+        names += [(side, 0, part, head) for part in KINDS for head in range(target.kv_heads)]
     rows, stop = {}, 0
     for name in names:
         start, stop = stop, stop + (source if name[0] == "source" else target).head_size
@@ -127,7 +127,7 @@ def dense(cmap: CacheMap, index: int, kind: str) -> tuple[Tensor, Tensor]:
     width = weight.shape[2]
     whole = weight.new_zeros(size, len(weight) * width)
     for head, own in enumerate(weight):
-        read = {"source": cmap.options.assignment[head], "target": head}
+        read = {"source": cmap.options.assignment[head], "target": head, "before": head}
         start = 0
         for (side, _, _, other), place in rows.items():
             if other == read[side]:

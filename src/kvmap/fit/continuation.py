@@ -60,7 +60,8 @@ def loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and its KL(native ‖ mapped), nats per token of the continuation."""
     own = given.native.slice(given.head, given.native.tokens)
-    mapped = map_with_gradient(cmap, given.source, own)
+    before = given.native.slice(given.head - 1, given.head) if given.head else None
+    mapped = map_with_gradient(cmap, given.source, own, before)
     past = concat(given.native.slice(0, given.head), mapped) if given.head else mapped
     past = past.to(dtype=target.dtype)
     _, logits = prefill(target, given.token_ids, past=past, keep_logits=0, gradient=True)
@@ -70,11 +71,14 @@ def loss(
     return divergence + reconstruction * relative_error(cmap, mapped, own), divergence
 
 
-def map_with_gradient(cmap: CacheMap, source: KVCache, own: KVCache) -> KVCache:
+def map_with_gradient(
+    cmap: CacheMap, source: KVCache, own: KVCache, before: KVCache | None = None
+) -> KVCache:
     """Return what `cmap.apply` does, made of operations that autograd can follow.
 
     Args:
         own: The target's own cache of the same tokens; its exact layers and anchor are used.
+        before: The target's own cache of the token before; None where the context begins.
     """
     tables = cmap.target.geometry.rope
     entries = {}
@@ -84,6 +88,12 @@ def map_with_gradient(cmap: CacheMap, source: KVCache, own: KVCache) -> KVCache:
     anchors = []
     if cmap.options.anchor:
         anchors = [strip(own.keys[0], own.positions, tables[0]), own.values[0].float()]
+    if cmap.options.anchors > 1:
+        lead = [torch.zeros_like(tensor[:, :, :1]) for tensor in anchors]
+        if before is not None:
+            lead = [strip(before.keys[0], before.positions, tables[0]), before.values[0].float()]
+        pairs = zip(lead, tuple(anchors), strict=True)
+        anchors += [torch.cat((one, tensor[:, :, :-1]), dim=2) for one, tensor in pairs]
     keys, values = list(own.keys), list(own.values)
     for at, layer in enumerate(cmap.layers):
         if layer is not None:

@@ -162,6 +162,13 @@ def _r2(part: Affine, sample: Sample, job: Job) -> Tensor:
     return torch.where(spread > 0, 1 - error / spread.clamp_min(1e-300), 0.0)
 
 
+def _place(block: Block) -> tuple[str, str]:
+    """Return which file of a shard holds a block, and the tensor's name in it."""
+    if block.side == "before":
+        return "target", f"before.{block.kind}"
+    return block.side, f"{block.kind}.{block.layer}"
+
+
 class _Rows:
     """The dump of a calibration, read layer by layer."""
 
@@ -186,12 +193,8 @@ class _Rows:
             yield artifacts.open_artifact(path, "dump", verify=False).tensor(name)
 
     def _design(self, blocks: list[Block]) -> Tensor:
-        read = {}
-        for block in blocks:
-            name = (block.side, f"{block.kind}.{block.layer}")
-            if name not in read:
-                read[name] = torch.cat(list(self._column(*name))).float()
-        names = [(block.side, f"{block.kind}.{block.layer}") for block in blocks]
+        names = [_place(block) for block in blocks]
+        read = {name: torch.cat(list(self._column(*name))).float() for name in set(names)}
         return torch.cat([read[n][:, b.head] for n, b in zip(names, blocks, strict=True)], dim=1)
 
     def samples(self, index: int, layer: LayerMap, kind: str) -> tuple[Sample, Sample]:

@@ -39,7 +39,14 @@ class Recipe:
     polish: int = 0
 
 
-_BEST = MapOptions(joint=True, anchor=True, exact_first=True, native_head=4, native_tail=64)
+_BEST = MapOptions(
+    joint=True,
+    anchor=True,
+    anchor_before=True,
+    exact_first=True,
+    native_head=4,
+    native_tail=64,
+)
 
 RECIPES = {
     # arXiv 2608.03893: all heads, no exact parts, hold-back of one token.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvmap.calibration import Calibration
-from kvmap.columns import Block, Group
+from kvmap.columns import Block, Group, head_sizes
 from kvmap.errors import UsageError
 from kvmap.fit.closed_form import Splits, regressions
 from kvmap.mapping import MapOptions
@@ -129,7 +129,7 @@ def weighted_splits(
             "run `kvmap collect` again without --no-dump"
         )
     found = _groups(replace(splits, weighted=True), layers, options)
-    sizes = {"source": splits.source.head_size, "target": splits.target.head_size}
+    sizes = head_sizes(splits.source, splits.target)
     total = Moments(found, sizes)
     stride = calibration.index["options"]["stride"]
     train = ~calibration.sequences["held_out"]
