@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAIRS = (("tiny-m", "tiny-l"), ("tiny-l", "tiny-m"), ("tiny-s", "tiny-l"))
 RECIPES = ("paper", "cachebridge", "kvmap")
-FIT = "--sequences 200 --length 512"
+FIT = "--sequences 200 --length 512 --stride 1"
 EVAL = "--limit 200"
 
 

@@ -44,6 +44,7 @@ def variants() -> dict[str, Recipe]:
         "kvmap - exact layer 0": without(exact_first=False),
         "kvmap - joint": without(joint=False),
         "kvmap - anchor": without(anchor=False),
+        "kvmap - anchor of the token before": without(anchor_before=False),
         "kvmap - native tail": without(native_tail=1),
         "kvmap - λ held-out": replace(best, ridge=1e-2),
         "kvmap + 2 native layers": without(native_layers=2),

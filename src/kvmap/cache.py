@@ -164,8 +164,8 @@ def check_shapes(cache: KVCache, signature: Signature, where: str) -> None:
         for kind, tensor in (("keys", cache.keys[layer]), ("values", cache.values[layer])):
             if tuple(tensor.shape) != shape:
                 raise UsageError(
-                    f"{where}: layer {layer}'s {kind} have shape {tuple(tensor.shape)}, expected {shape}; "
-                    f"is this a cache of {signature.name}?"
+                    f"{where}: layer {layer}'s {kind} have shape {tuple(tensor.shape)}, "
+                    f"expected {shape}; is this a cache of {signature.name}?"
                 )
 
 

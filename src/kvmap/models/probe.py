@@ -175,6 +175,7 @@ def _match(
     table = min(errors, key=errors.get)
     if not errors[table] <= TOLERANCES.get(cached.dtype, 1e-4):
         raise UsageError(
-            f"{where}: stripping RoPE misses the model's own key by {errors[table]:.1%}; not supported"
+            f"{where}: stripping RoPE misses the model's own key by "
+            f"{errors[table]:.1%}; not supported"
         )
     return table
