@@ -14,7 +14,7 @@ step() {
 }
 
 python "$examples/story.py" > story.txt 2> answer.txt
-step kvmap fit tiny-m tiny-l -o m-l.map --sequences 200 --length 512 --stride 1
+step kvmap fit tiny-m tiny-l -o m-l.map --sequences 100 --length 512 --stride 1
 step kvmap transfer m-l.map --prompt-file story.txt --generate 1 --compare
 printf 'the story says: %s\n' "$(cat answer.txt)"
 step kvmap eval m-l.map --limit 100
