@@ -41,7 +41,6 @@ T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
 AUTO_K = (1, 2, 3, 4, 6, 8, 12, 16, 20, 26, 32)
 # Held-out R² that a larger k must add.
-AUTO_TOLERANCE = 1e-3
 # Ridges of which each head takes its best while k is chosen; the fit itself has a finer grid.
 PROBE_RIDGES = (1e-2, 1e-3, 1e-5)
 # Fewer rows than this per input and the in-sample fit says nothing.
@@ -131,8 +130,7 @@ def select_layers(data: Splits, recipe: Recipe, method: str = "top") -> Choice:
         tried[k] = held_out_score(data, choose_top(scores, k), recipe)
         if len(tried) > 2 and max(list(tried.values())[-2:]) < max(tried.values()):
             break
-    # A larger k costs as much more at every use, so it must earn something.
-    best = min(k for k, score in tried.items() if score >= max(tried.values()) - AUTO_TOLERANCE)
+    best = max(tried, key=tried.get)
     return Choice(scores, choose_top(scores, best), best, tried)
 
 
