@@ -40,7 +40,6 @@ from kvmap.mapping import CacheMap, MapOptions, weight_shape
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
 AUTO_K = (1, 2, 3, 4, 6, 8, 12, 16, 20, 26, 32)
-# Held-out R² that a larger k must add.
 # Ridges of which each head takes its best while k is chosen; the fit itself has a finer grid.
 PROBE_RIDGES = (1e-2, 1e-3, 1e-5)
 # Fewer rows than this per input and the in-sample fit says nothing.
