@@ -60,6 +60,21 @@ def test_eval_writes_prints_and_signs(files, tmp_path, capsys):
     assert "native nll" in out
 
 
+def test_transfer_asks_for_evidence(files, capsys):
+    """Without any it warns, and refuses where evidence is required; a twin's never `recovers`."""
+    folder, places = files
+    asked = ("--prompt", "a story of some words", "--generate", "1", *places)
+    code, _, err = _run(capsys, "transfer", folder / "zero.map", *asked)
+    assert code == 0
+    assert "no evidence for this map yet; `kvmap eval --sign" in err
+    code, _, err = _run(capsys, "transfer", folder / "zero.map", *asked, "--require-evidence")
+    assert code == 2
+    assert "no evidence; run `kvmap eval --sign" in err
+    code, _, err = _run(capsys, "transfer", folder / "right.map", *asked, "--require-evidence")
+    assert code == 2
+    assert "its evidence says" in err
+
+
 def test_missed_floor_exits_with_3_after_printing(files, capsys):
     folder, places = files
     floor = ("--max-kl", "0.01")

@@ -47,6 +47,12 @@ def run(
     compare: Annotated[
         bool, typer.Option("--compare", help="Print what both say from their own prefill too.")
     ] = False,
+    require_evidence: Annotated[
+        bool,
+        typer.Option(
+            "--require-evidence", help="Refuse a map that `kvmap eval --sign` has not passed."
+        ),
+    ] = False,
     source_model: options.SourceModel = None,
     target_model: options.TargetModel = None,
     device: options.Device = None,
@@ -69,6 +75,7 @@ def run(
     if prompt_file is not None:
         prompt = _stdin() if str(prompt_file) == "-" else read_text(prompt_file)
     loaded = CacheMap.load(cmap)
+    _check_evidence(out, cmap, require_evidence)
     loading = inputs.given(Loading, device=device, dtype=dtype)
     source = None
     if cache is None or compare:
@@ -82,6 +89,16 @@ def run(
     made.pop("kv", None)
     out.note(_summary(made))
     out.document({"map": str(cmap), **made}, lambda: _text(made))
+
+
+def _check_evidence(out: Output, cmap: Path, required: bool) -> None:
+    """Say so where nothing shows that a map carries content over, or refuse it."""
+    from kvmap.evaluate import evidence
+
+    if required:
+        evidence.require(cmap)
+    elif evidence.read(cmap) is None:
+        out.note(f"no evidence for this map yet; `kvmap eval --sign {cmap}` measures it")
 
 
 def _check_asked(contexts, output, generate, compare) -> None:
