@@ -20,10 +20,10 @@ from kvmap.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAIRS = (("tiny-m", "tiny-l"), ("tiny-l", "tiny-m"), ("tiny-s", "tiny-l"))
+PAIRS = (("tiny-m", "tiny-l"), ("tiny-l", "tiny-m"))
 RECIPES = ("paper", "cachebridge", "kvmap")
 FIT = "--sequences 200 --length 512 --stride 1"
-EVAL = "--limit 200"
+EVAL = "--limit 100"
 
 
 def command_table() -> str:
@@ -73,9 +73,12 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess:
     line = f"{known.get(program, program)} {rest}".replace("examples/", f"{ROOT}/examples/")
     environment = {**os.environ, "KVMAP_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(ROOT / "src")
-    return subprocess.run(
-        line, shell=True, cwd=folder, capture_output=True, text=True, env=environment, check=True
+    ended = subprocess.run(
+        line, shell=True, cwd=folder, capture_output=True, text=True, env=environment
     )
+    if ended.returncode not in (0, 3):  # 3 is a verdict, not a failure
+        raise RuntimeError(f"{line}: {ended.stderr}")
+    return ended
 
 
 def results(folder: Path) -> str:
