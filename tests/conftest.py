@@ -140,3 +140,20 @@ def token_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     low = len(checkpoints.SPECIAL_TOKENS)
     return torch.randint(low, checkpoints.VOCABULARY, (batch, tokens), generator=generator)
+
+
+@pytest.fixture
+def kvmap_run(capsys, monkeypatch, tmp_path):
+    """Run a command line in this process; return its exit code, stdout and stderr."""
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVMAP_DEBUG", raising=False)
+
+    from kvmap.cli import app as command
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            command.main([str(argument) for argument in arguments])
+        return stop.value.code, *capsys.readouterr()
+
+    return run

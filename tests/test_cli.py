@@ -29,21 +29,6 @@ SHARED = {
 }
 
 
-@pytest.fixture
-def kvmap_run(capsys, monkeypatch, tmp_path):
-    """Run a command line in this process; return its exit code, stdout and stderr."""
-    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("KVMAP_DEBUG", raising=False)
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            command.main([str(argument) for argument in arguments])
-        return stop.value.code, *capsys.readouterr()
-
-    return run
-
-
 @pytest.mark.parametrize("name", command.COMMANDS)
 def test_help_begins_with_a_sentence_and_ends_with_two_examples_that_parse(name, kvmap_run):
     code, text, error = kvmap_run(name, "--help")

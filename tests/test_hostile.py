@@ -30,21 +30,6 @@ GEOMETRY = Geometry(2, 2, 4, 4, 16, 32, 64, "qwen3", (TABLE, TABLE))
 SIGNATURE = Signature("a", None, "c", "w", "t", "p", "float32", GEOMETRY)
 
 
-@pytest.fixture
-def kvmap_run(capsys, monkeypatch, tmp_path):
-    """Run a command line in this process; return its exit code, stdout and stderr."""
-    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("KVMAP_DEBUG", raising=False)
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            command.main([str(argument) for argument in arguments])
-        return stop.value.code, *capsys.readouterr()
-
-    return run
-
-
 # --- headers whose digest is right and whose fields are not
 
 

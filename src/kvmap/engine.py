@@ -68,6 +68,7 @@ def apply(
         cache: The source's; keys rotated, [B, H_s, T, D_s].
         first: Keys and values of the target's own lowest layers, where the map reads them.
         out: [B, H_t, T, D_t] per layer; views of a larger cache will do.
+        before: Layer 0's rotated key and value of the token before the first, where there is one.
     """
     if _kernel_wanted(cache):
         from kvmap import triton_map
