@@ -5,7 +5,10 @@ import json
 import measured
 import pytest
 
+from kvmap import artifacts
 from kvmap.cli.app import main
+from kvmap.evaluate import evidence
+from kvmap.geometry import json_digest
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,38 @@ def test_transfer_asks_for_evidence(files, capsys):
     code, _, err = _run(capsys, "transfer", folder / "right.map", *asked, "--require-evidence")
     assert code == 2
     assert "its evidence says" in err
+    code, _, err = _run(capsys, "transfer", folder / "right.map", *asked)
+    assert code == 0
+    assert "this map's evidence says" in err
+
+
+def test_show_says_what_is_signed_and_when_it_no_longer_holds(files, tmp_path, capsys):
+    folder, places = files
+    mine = tmp_path / "mine.map"
+    mine.write_bytes((folder / "right.map").read_bytes())
+    assert "evidence: none; no evidence for this map yet" in _run(capsys, "show", mine)[1]
+    report = tmp_path / "a.report"
+    signed = _run(capsys, "eval", mine, *SMALL, *places, "-o", report, "--sign", "--json")
+    figures = json.loads(signed[1])
+    code, out, _ = _run(capsys, "show", mine)
+    assert code == 0
+    assert f"evidence: {figures['verdict']}; 12 questions on 12 documents (text)" in out
+    assert f"report: file sha256 {evidence.digest(report)}, figures sha256 " in out
+    shown = json.loads(_run(capsys, "show", mine, "--json")[1])["evidence"]
+    assert shown["state"] == "valid"
+    assert shown["margin"] == figures["margin"]
+    figures = artifacts.read_json(tmp_path / "a.json")
+    del figures["kind"]
+    assert shown["figures_sha256"] == json_digest(figures)
+    mine.write_bytes((folder / "zero.map").read_bytes())
+    stale = "evidence: stale; " + str(tmp_path / "mine.map.evidence.json: is evidence for another")
+    assert stale in _run(capsys, "show", mine)[1]
+    assert json.loads(_run(capsys, "show", mine, "--json")[1])["evidence"]["state"] == "stale"
+    asked = ("--prompt", "a story of some words", "--generate", "1", *places)
+    assert "is evidence for another map" in _run(capsys, "transfer", mine, *asked)[2]
+    code, _, err = _run(capsys, "transfer", mine, *asked, "--require-evidence")
+    assert code == 2
+    assert "is evidence for another map" in err
 
 
 def test_missed_floor_exits_with_3_after_printing(files, capsys):

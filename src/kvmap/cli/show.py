@@ -60,6 +60,10 @@ def _content(path: Path, kind: str) -> dict[str, Any]:
         from kvmap.evaluate.report import Report
 
         return {"figures": Report.load(path).figures}
+    if kind == "map":
+        from kvmap.evaluate import evidence
+
+        return {"evidence": evidence.status(path)}
     return {}
 
 
@@ -84,6 +88,8 @@ def _parts(found: dict[str, Any], colour: bool) -> list[str]:
     parts = [head, provenance(found["metadata"])]
     if "chosen" in found:
         parts.append(heat(found["held_out_r2"], found["chosen"], colour))
+    if "evidence" in found:
+        parts.append(evidence(found["evidence"]))
     if "figures" in found:
         parts.append(report.render(found["figures"]))
     elif found.get("tensors"):
@@ -93,6 +99,23 @@ def _parts(found: dict[str, Any], colour: bool) -> list[str]:
         files = [(name, amount(size)) for name, size in found["files"].items()]
         parts.append(table(("file", "size"), files))
     return [part for part in parts if part]
+
+
+def evidence(found: dict[str, Any]) -> str:
+    """Lay out what an evaluation has signed for a map, or why there is nothing that counts."""
+    if found["state"] != "valid":
+        return f"evidence: {found['state']}; {found['reason']}"
+    count = f"{found['n']} questions on {found['documents']} documents"
+    lines = [f"evidence: {found['verdict']}; {count} ({', '.join(found['tasks'])}), intervals 95 %"]
+    for name in ("retention", "gap_recovered", "margin"):
+        label = f"margin over {found['margin_control']}" if name == "margin" else name
+        why = found["undefined"].get(name)
+        value = report.spread(found[name], found["intervals"][name])
+        lines.append(f"  {label.replace('_', ' ')} {f'undefined: {why}' if why else value}")
+    lines += [f"  {line}" for line in filter(None, [report.cosine(found["cosine"])])]
+    sources = {"file": found["report_file_sha256"], "figures": found["figures_sha256"]}
+    said = ", ".join(f"{name} sha256 {digest}" for name, digest in sources.items() if digest)
+    return "\n".join([*lines, f"  report: {said}"])
 
 
 def provenance(metadata: dict[str, Any]) -> str:

@@ -97,8 +97,12 @@ def _check_evidence(out: Output, cmap: Path, required: bool) -> None:
 
     if required:
         evidence.require(cmap)
-    elif evidence.read(cmap) is None:
-        out.note(f"no evidence for this map yet; `kvmap eval --sign {cmap}` measures it")
+        return
+    found = evidence.status(cmap)
+    if found["state"] != "valid":
+        out.note(found["reason"])
+    elif found["verdict"] != "recovers":
+        out.note(f"this map's evidence says {found['verdict']!r}; `kvmap show {cmap}` has more")
 
 
 def _check_asked(contexts, output, generate, compare) -> None:

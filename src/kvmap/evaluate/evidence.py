@@ -14,8 +14,20 @@ from typing import Any
 from kvmap import artifacts
 from kvmap.errors import UsageError
 from kvmap.evaluate.report import Report
+from kvmap.geometry import json_digest
 
-FIGURES = ("verdict", "retention", "gap_recovered", "margin", "n", "documents", "intervals")
+FIGURES = (
+    "verdict",
+    "score",
+    "retention",
+    "gap_recovered",
+    "margin",
+    "margin_control",
+    "n",
+    "documents",
+    "intervals",
+    "undefined",
+)
 
 
 def evidence_path(map_path: Path) -> Path:
@@ -30,11 +42,31 @@ def sign(map_path: Path, report: Report, report_path: Path | None = None) -> Pat
         "evidence_for": map_path.name,
         "map_file_sha256": digest(map_path),
         "report_file_sha256": None if report_path is None else digest(report_path),
+        "figures_sha256": json_digest(artifacts.without_nan(report.figures)),
         **{name: report.figures[name] for name in FIGURES},
         "tasks": sorted(report.figures["tasks"]),
         "cosine": report.figures["cosine"],
     }
     return artifacts.write_json(evidence_path(map_path), data)
+
+
+def status(map_path: Path) -> dict[str, Any]:
+    """Return a map's evidence with its "state".
+
+    "valid" comes with what `sign` wrote; "none", "stale" (it was given for another map, or for
+    this one as it was before) and "damaged" come with the "reason", one sentence.
+    """
+    path, measure = evidence_path(map_path), f"`kvmap eval --sign {map_path}`"
+    if not path.exists():
+        return {"state": "none", "reason": f"no evidence for this map yet; {measure} measures it"}
+    try:
+        found = artifacts.read_json(path, "report")
+    except UsageError as error:
+        return {"state": "damaged", "reason": str(error)}
+    if found.get("map_file_sha256") != digest(map_path):
+        reason = f"{path}: is evidence for another map than {map_path} is now; run {measure}"
+        return {"state": "stale", "reason": reason}
+    return {"state": "valid", **found}
 
 
 def read(map_path: Path) -> dict[str, Any] | None:
@@ -43,16 +75,10 @@ def read(map_path: Path) -> dict[str, Any] | None:
     Raises:
         UsageError: The evidence is damaged, or was given for another map.
     """
-    path = evidence_path(map_path)
-    if not path.exists():
-        return None
-    found = artifacts.read_json(path, "report")
-    if found.get("map_file_sha256") != digest(map_path):
-        raise UsageError(
-            f"{path}: is evidence for another map than {map_path} is now; run "
-            f"`kvmap eval --sign {map_path}`"
-        )
-    return found
+    found = status(map_path)
+    if found["state"] in ("stale", "damaged"):
+        raise UsageError(found["reason"])
+    return found if found["state"] == "valid" else None
 
 
 def require(map_path: Path) -> dict[str, Any]:
