@@ -169,7 +169,8 @@ FirstLayer = tuple[Tensor, ...]
 class CacheMap:
     """A fitted map from one model's cache to another's.
 
-    `layers` has one entry per target layer, None where the layer is exact.
+    `layers` has one entry per target layer, None where the layer is exact. `r2` has tables
+    [L_t, H_t] by "train.key", "held_out.key", "train.value", "held_out.value", where known.
     """
 
     source: Signature
@@ -177,6 +178,7 @@ class CacheMap:
     layers: tuple[LayerMap | None, ...]
     options: MapOptions
     provenance: dict[str, Any] = field(default_factory=dict)
+    r2: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def needs_target(self) -> bool:
@@ -279,7 +281,7 @@ class CacheMap:
 
     def save(self, path: Path | str) -> Path:
         """Write the map as an artifact of kind "map"."""
-        tensors = {}
+        tensors = {f"r2.{name}": table for name, table in self.r2.items()}
         for index, layer in enumerate(self.layers):
             for kind in KINDS if layer else ():
                 for name, tensor in layer.of(kind).tensors().items():
@@ -311,7 +313,9 @@ class CacheMap:
                 else _load_layer(artifact, at, tuple(map(operator.index, chosen)))
                 for at, chosen in enumerate(data["layers"])
             )
-            made = cls(source, target, layers, options, dict(data["provenance"]))
+            known = [name for name in artifact.names() if name.startswith("r2.")]
+            r2 = {name.removeprefix("r2."): artifact.tensor(name) for name in known}
+            made = cls(source, target, layers, options, dict(data["provenance"]), r2)
         _check_weights(made, path)
         return made
 
@@ -328,6 +332,12 @@ def _load_layer(artifact: Any, index: int, source_layers: tuple[int, ...]) -> La
 
 def _check_weights(made: CacheMap, path: Path | str) -> None:
     source, target = made.source.geometry, made.target.geometry
+    for name, table in made.r2.items():
+        if table.shape != (target.layers, target.kv_heads):
+            raise UsageError(
+                f"{path}: r2.{name} is {tuple(table.shape)}, expected "
+                f"{(target.layers, target.kv_heads)}; fit the map again"
+            )
     if made.options.heads == "matched":
         heads = made.options.assignment
         if len(heads) != target.kv_heads or not all(0 <= h < source.kv_heads for h in heads):

@@ -20,7 +20,7 @@ from kvmap import atomic, fit, models
 from kvmap.calibration import INDEX, Calibration
 from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
-from kvmap.fit import FitScores, Recipe, Splits
+from kvmap.fit import FitScores, Recipe, Splits, accuracy
 from kvmap.fit.assignment import best_assignment
 from kvmap.fit.frontier import Point, frontier
 from kvmap.fit.job import Opener
@@ -256,11 +256,14 @@ def fit_map(
         fitted,
         recipe.options,
         provenance(calibration, scores, recipe),
+        accuracy.tables(scores),
     )
     if recipe.rank:
         cmap = reduce_rank(cmap, data, recipe.rank)
     if recipe.polish:
         cmap = _polished(job, cmap)
+    if recipe.rank or recipe.polish:
+        cmap = accuracy.measured(job, cmap)
     return Fitted(cmap, scores, time.perf_counter() - started)
 
 

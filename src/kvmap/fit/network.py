@@ -57,7 +57,7 @@ def _networks(job: Job, method: str) -> Result:
     layers, scores = closed_form(job)
     width = job.recipe.width or WIDTHS[method]
     made = list(layers)
-    rows = _Rows(job)
+    rows = DumpedRows(job)
     for index, layer in enumerate(layers):
         parts = []
         for kind in KINDS if layer else ():
@@ -66,7 +66,7 @@ def _networks(job: Job, method: str) -> Result:
             sizes = (train.inputs.shape[2], *[width] * (2 if method == "mlp" else 1), -1)
             part = trained(part, (train, held_out), sizes, seed=2 * index + len(parts))
             for split, sample in (("train", train), ("held_out", held_out)):
-                getattr(scores, split)[kind][index] = _r2(part, sample, job)
+                getattr(scores, split)[kind][index] = row_r2(part, sample, job)
             parts.append(part)
         if layer:
             made[index] = LayerMap(layer.source_layers, *parts)
@@ -152,7 +152,7 @@ def _descend(
     return best
 
 
-def _r2(part: Affine, sample: Sample, job: Job) -> Tensor:
+def row_r2(part: Affine, sample: Sample, job: Job) -> Tensor:
     """Return R² per target head [H_t]."""
     size = job.splits.target.head_size
     truth = sample.outputs.double()
@@ -169,7 +169,7 @@ def _place(block: Block) -> tuple[str, str]:
     return block.side, f"{block.kind}.{block.layer}"
 
 
-class _Rows:
+class DumpedRows:
     """The dump of a calibration, read layer by layer."""
 
     def __init__(self, job: Job) -> None:

@@ -1,0 +1,79 @@
+"""How well a map predicts its calibration's rows, by layer and head: train and held out apart.
+
+A fit knows this of the weights it solves for. What changes weights afterwards (a lower rank, a
+polish) is measured again, from moments where a part is linear, else from the dumped rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvmap import ridge
+from kvmap.columns import KINDS
+from kvmap.fit.closed_form import FitScores, regressions
+from kvmap.fit.job import Job
+from kvmap.fit.network import DumpedRows, row_r2
+from kvmap.mapping import Affine, CacheMap
+
+SPLITS = ("train", "held_out")
+
+
+def tables(scores: FitScores) -> dict[str, Tensor]:
+    """Return R² [L_t, H_t] by "split.kind", float32; a layer that is computed has 1."""
+    return {
+        f"{split}.{kind}": getattr(scores, split)[kind].nan_to_num(1.0).float()
+        for split in SPLITS
+        for kind in KINDS
+    }
+
+
+def measured(job: Job, cmap: CacheMap) -> CacheMap:
+    """Return the map with R² of the weights that it has now."""
+    found = {name: table.clone() for name, table in cmap.r2.items()}
+    rows = None
+    for index, layer in enumerate(cmap.layers):
+        for kind in KINDS if layer else ():
+            part = layer.of(kind)
+            if part.network:
+                rows = rows or DumpedRows(job)
+                samples = rows.samples(index, layer, kind)
+                values = [row_r2(part, sample, job) for sample in samples]
+            else:
+                values = _from_moments(job, cmap, index, kind)
+            for split, value in zip(SPLITS, values, strict=True):
+                found[f"{split}.{kind}"][index] = value.float()
+    mapped = [index for index, layer in enumerate(cmap.layers) if layer]
+    means = {
+        split: {kind: float(found[f"{split}.{kind}"][mapped].mean()) for kind in KINDS}
+        for split in SPLITS
+    }
+    return replace(cmap, r2=found, provenance=cmap.provenance | {"r2": means})
+
+
+def _from_moments(job: Job, cmap: CacheMap, index: int, kind: str) -> list[Tensor]:
+    """Return R² [H_t] of one layer's keys or values on the train and the held-out rows."""
+    apart = replace(job.splits, weighted=True)  # keys and values apart
+    layer = cmap.layers[index]
+    weight, bias = _dense(layer.of(kind))
+    own = [
+        blocks
+        for blocks in regressions(apart, index, layer.source_layers, cmap.options)
+        if blocks[1][0].kind == kind
+    ]
+    return [
+        torch.cat(
+            [
+                ridge.r2(moments.covariance(*blocks), weight[at], bias[at], apart.target.head_size)
+                for at, blocks in enumerate(own)
+            ]
+        ).cpu()
+        for moments in (apart.train, apart.held_out)
+    ]
+
+
+def _dense(part: Affine) -> tuple[Tensor, Tensor]:
+    weight = part.weight.double()
+    return weight if part.up is None else weight @ part.up.double(), part.bias.double()
