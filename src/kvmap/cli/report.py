@@ -142,8 +142,17 @@ def diagnostics(figures: dict[str, Any]) -> str:
         said = [
             f"{figure(means[name][kind])} {label}" for name, label in where.items() if name in means
         ]
-        lines.append(f"R² of {kind}s {', '.join(said)}")
+        lines.append(f"R² of {kind}s {', '.join(said)}{fall(figures, kind)}")
     return "\n".join(lines)
+
+
+def fall(figures: dict[str, Any], kind: str) -> str:
+    """Say which head loses most from held-out text to the evaluation's, where one does."""
+    found = figures["diagnostics"]["r2"]["fall"][kind]
+    if found is None:
+        return ""
+    ends = f"{figure(found['held_out'])} held out, {figure(found['evaluation'])} here"
+    return f"; falls most in head {found['head']} of layer {found['layer']} ({ends})"
 
 
 def cosine(found: dict[str, Any]) -> str:

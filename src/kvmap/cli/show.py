@@ -63,7 +63,7 @@ def _content(path: Path, kind: str) -> dict[str, Any]:
     if kind == "map":
         from kvmap.evaluate import evidence
 
-        return {"evidence": evidence.status(path)}
+        return {"r2": _r2(path), "evidence": evidence.status(path)}
     return {}
 
 
@@ -89,7 +89,7 @@ def _parts(found: dict[str, Any], colour: bool) -> list[str]:
     if "chosen" in found:
         parts.append(heat(found["held_out_r2"], found["chosen"], colour))
     if "evidence" in found:
-        parts.append(evidence(found["evidence"]))
+        parts += [predicted(found["r2"]), evidence(found["evidence"])]
     if "figures" in found:
         parts.append(report.render(found["figures"]))
     elif found.get("tensors"):
@@ -99,6 +99,37 @@ def _parts(found: dict[str, Any], colour: bool) -> list[str]:
         files = [(name, amount(size)) for name, size in found["files"].items()]
         parts.append(table(("file", "size"), files))
     return [part for part in parts if part]
+
+
+def _r2(path: Path) -> dict[str, Any]:
+    """Return a map's R² by "split.kind": mean of what is mapped, worst head, and the table."""
+    from kvmap.evaluate import shift
+    from kvmap.mapping import CacheMap
+
+    cmap = CacheMap.load(path)
+    mapped = [index for index, layer in enumerate(cmap.layers) if layer]
+    return {
+        name: {
+            "mean": table[mapped].mean().item(),
+            "worst": shift.worst(table),
+            "by_layer_and_head": table.tolist(),
+        }
+        for name, table in cmap.r2.items()
+    }
+
+
+def predicted(found: dict[str, Any]) -> str:
+    """Say how well a map predicts rows it was not fitted on, and how far the sample flatters it."""
+    said = []
+    for kind in ("key", "value"):
+        if f"held_out.{kind}" in found:
+            own, sample = found[f"held_out.{kind}"], found[f"train.{kind}"]
+            head = own["worst"]
+            said.append(
+                f"{kind}s {figure(own['mean'])}, worst {figure(head['r2'])} in head "
+                f"{head['head']} of layer {head['layer']} (in sample {figure(sample['mean'])})"
+            )
+    return f"held-out R²: {'; '.join(said)}" if said else ""
 
 
 def evidence(found: dict[str, Any]) -> str:

@@ -89,7 +89,7 @@ def evaluate(
     found = None
     if options.diagnosed:
         found = diagnostics.diagnose(pair, sample[: options.diagnosed])
-    report = build(parts, found, about(cmap, options), options.seed)
+    report = build(parts, found, about(cmap, options), options.seed, cmap.r2)
     kept.remove()
     return report
 

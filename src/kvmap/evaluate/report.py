@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvmap import artifacts, header
-from kvmap.evaluate import statistics, summary
+from kvmap.columns import KINDS
+from kvmap.evaluate import shift, statistics, summary
 from kvmap.evaluate.diagnostics import Diagnostics
 from kvmap.evaluate.scores import Scores
 
@@ -69,18 +70,27 @@ def report_files(path: Path) -> tuple[Path, Path]:
 
 
 def build(
-    parts: Sequence[Scores], found: Diagnostics | None, about: dict[str, Any], seed: int = 0
+    parts: Sequence[Scores],
+    found: Diagnostics | None,
+    about: dict[str, Any],
+    seed: int = 0,
+    fitted: Mapping[str, Tensor] | None = None,
 ) -> Report:
     """Make a report of all tasks' scores and, where there are any, the diagnostics.
 
     Args:
         about: Provenance: which map, models and options.
+        fitted: R² tables that the map keeps of its fit.
     """
     figures = summary.summarise_all(parts, seed)
     figures["cosine"] = cosine_figures(found, seed)
-    fitted = (about.get("provenance") or {}).get("r2")
-    figures["diagnostics"] = None if found is None else diagnostic_figures(found, fitted)
-    tensors = {} if found is None else diagnostic_arrays(found)
+    figures["diagnostics"], tensors = None, {}
+    if found is not None:
+        tables = r2_tables(found, fitted or {})
+        known = (about.get("provenance") or {}).get("r2")
+        figures["diagnostics"] = diagnostic_figures(found, tables, known)
+        tensors = {f"diagnostics.{name}": getattr(found, name) for name in ARRAYS}
+        tensors |= {f"r2.{name}": table for name, table in tables.items()}
     for part in parts:
         tensors |= _arrays(part)
     labels = {part.task: list(part.labels) for part in parts}
@@ -122,18 +132,27 @@ def cosine_figures(found: Diagnostics | None, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def diagnostic_figures(found: Diagnostics, fitted: dict[str, Any] | None) -> dict[str, Any]:
+def r2_tables(found: Diagnostics, fitted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return R² by "split.kind"; one without variance to explain is left at 0."""
+    here = {"evaluation.key": found.key_r2, "evaluation.value": found.value_r2}
+    return dict(fitted) | {n: table.nan_to_num(0.0, neginf=0.0) for n, table in here.items()}
+
+
+def diagnostic_figures(
+    found: Diagnostics, tables: Mapping[str, Tensor], known: dict[str, Any] | None
+) -> dict[str, Any]:
     """Return each diagnostic by layer, mean over heads.
 
     Args:
-        fitted: The map's own R² on the text it was fitted on and on held-out text: where R² on
-            the evaluation's documents is lower, the domain has shifted.
+        tables: R² of the text fitted on, held out and evaluated on; see `shift`.
+        known: Means of the first two, where a map keeps no more.
     """
-    by_layer = {"key": found.key_r2.mean(1), "value": found.value_r2.mean(1)}
-    here = {kind: rows[list(found.mapped)].mean().item() for kind, rows in by_layer.items()}
     return {
-        "r2": {kind: rows.tolist() for kind, rows in by_layer.items()}
-        | {"mean": {**(fitted or {}), "evaluation": here}},
+        "r2": {
+            "mean": (known or {}) | shift.means(tables, found.mapped),
+            "by_layer": shift.by_layer(tables),
+            "fall": {kind: shift.fall(tables, kind) for kind in KINDS},
+        },
         "concentration": {
             "key": found.key_concentration.mean(1).tolist(),
             "value": found.value_concentration.mean(1).tolist(),
@@ -144,11 +163,3 @@ def diagnostic_figures(found: Diagnostics, fitted: dict[str, Any] | None) -> dic
             "value_error": found.first_error[:, 1].tolist(),
         },
     }
-
-
-def diagnostic_arrays(found: Diagnostics) -> dict[str, Tensor]:
-    """Return the arrays by layer and head; an R² without variance to explain is left at 0."""
-    made = {f"diagnostics.{name}": getattr(found, name) for name in ARRAYS}
-    for name in ("key_r2", "value_r2"):
-        made[f"diagnostics.{name}"] = getattr(found, name).nan_to_num(0.0, neginf=0.0)
-    return made
