@@ -111,5 +111,25 @@ def test_a_harness_task_becomes_a_report(rows):
     assert figures["arms"]["zero"]["kl"] > 0.01
 
 
+def test_an_interrupted_harness_task_goes_on_and_ends_the_same(rows, tmp_path, monkeypatch):
+    options = EvaluateOptions(tasks=("piqa",), data=rows, diagnosed=0, lengths=(64,))
+    whole = evaluate(*measured.twin(), options).figures
+    journal, ran, ask = tmp_path / "journal.jsonl", [], engines.Engine._ask
+
+    def failing(engine, item, wrong):
+        ran.append(item.context)
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        return ask(engine, item, wrong)
+
+    monkeypatch.setattr(engines.Engine, "_ask", failing)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(*measured.twin(), options, journal)
+    resumed = evaluate(*measured.twin(), options, journal).figures
+    assert len(ran) == len(set(ran)) + 1  # the context it died in, and no other, is run twice
+    assert resumed == whole
+    assert not journal.exists()
+
+
 def test_harness_tasks_are_known_by_name():
     assert {"arc_challenge", "hellaswag", "winogrande", "mmlu", "gsm8k"} <= task_names()

@@ -87,15 +87,6 @@ def test_interrupted_evaluation_goes_on_and_ends_the_same(found, tmp_path, monke
     assert not journal.exists()
 
 
-def test_journal_of_another_evaluation_is_not_used(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    record = runner.Record(0, [{}], [[1.0]], [0], [], [], [])
-    runner.Journal.open(path, "one").add("task", record)
-    assert runner.Journal.open(path, "one").found == {("task", 0): record}
-    assert runner.Journal.open(path, "other").found == {}
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
 def _planted_report(cmap=None):
     """Report on questions about the twin, optionally with another map in its place."""
     right, source, target = measured.twin()

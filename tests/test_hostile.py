@@ -16,8 +16,8 @@ from kvmap.calibration import Calibration, load_rows
 from kvmap.cli import app as command
 from kvmap.collect import CollectOptions, clear
 from kvmap.errors import KvmapError, UsageError
+from kvmap.evaluate.journal import Journal
 from kvmap.evaluate.report import Report
-from kvmap.evaluate.runner import Journal
 from kvmap.geometry import Geometry, RopeTable, Signature
 from kvmap.layers import load_layers
 from kvmap.mapping import MapOptions
@@ -482,18 +482,11 @@ def test_a_journal_is_private_however_it_comes_about(tmp_path):
     journal = Journal.open(tmp_path / "j", "f")
     assert os.stat(tmp_path / "j").st_mode & 0o777 == 0o600
     (tmp_path / "j").unlink()  # by another process that has finished
-
-    class Made:
-        unit = 0
-
-        def to_json(self):
-            return {"unit": 0}
-
-    journal.add("task", Made())
+    journal.put("task", "item", {"unit": 0})
     assert os.stat(tmp_path / "j").st_mode & 0o777 == 0o600
     first, second = (tmp_path / "j").read_text().splitlines()
     assert json.loads(first) == {"fingerprint": "f"}
-    assert json.loads(second)["record"] == {"unit": 0}
+    assert json.loads(second)["kept"] == {"unit": 0}
 
 
 def test_nothing_here_can_run_code_that_a_file_brings():

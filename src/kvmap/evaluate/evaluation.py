@@ -11,10 +11,11 @@ from typing import Any
 
 import kvmap
 from kvmap.errors import UsageError
-from kvmap.evaluate import arms, diagnostics, harness, predict
+from kvmap.evaluate import arms, diagnostics, evidence, harness, predict
 from kvmap.evaluate.items import Ids, Task, limited
+from kvmap.evaluate.journal import Journal
 from kvmap.evaluate.report import Report, build
-from kvmap.evaluate.runner import Journal, Progress, no_progress, run_task
+from kvmap.evaluate.runner import Progress, no_progress, run_task
 from kvmap.evaluate.scores import Scores
 from kvmap.evaluate.tasks import TASKS, TaskOptions
 from kvmap.geometry import json_digest, pairing_problems
@@ -127,7 +128,7 @@ def _run(
 ) -> Scores:
     if task is not None:
         return run_task(pair, task, journal, progress)
-    return harness.run(name, pair, options, progress)
+    return harness.run(name, pair, options, journal, progress)
 
 
 def _back(path: Path | None, source: LoadedModel, target: LoadedModel) -> CacheMap | None:
@@ -176,8 +177,10 @@ def check_name(name: str) -> None:
 
 
 def fingerprint(cmap: CacheMap, options: EvaluateOptions) -> str:
-    """Return a digest of what decides an evaluation's scores."""
-    return json_digest([kvmap.__version__, map_digest(cmap), options.to_json()])
+    """Return a digest of what decides an evaluation's scores, but for the rows asked."""
+    back = options.alternate
+    other = evidence.digest(back) if back is not None and back.is_file() else None
+    return json_digest([kvmap.__version__, map_digest(cmap), options.to_json(), other])
 
 
 def map_digest(cmap: CacheMap) -> str:

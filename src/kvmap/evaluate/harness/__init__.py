@@ -22,6 +22,7 @@ from kvmap.evaluate.scores import Scores
 
 if TYPE_CHECKING:
     from kvmap.evaluate.evaluation import EvaluateOptions
+    from kvmap.evaluate.journal import Journal
     from kvmap.evaluate.runner import Progress
 
 
@@ -35,17 +36,20 @@ def task_names() -> frozenset[str] | None:
     return frozenset(manager().all_tasks)
 
 
-def run(name: str, pair: Pair, options: EvaluateOptions, progress: Progress) -> Scores:
-    """Return a harness task's scores over all arms.
+def run(
+    name: str, pair: Pair, options: EvaluateOptions, journal: Journal, progress: Progress
+) -> Scores:
+    """Return a harness task's scores over all arms; contexts in the journal are not run again.
 
     Raises:
         UsageError: Its data cannot be had, or a model cannot read its contexts.
     """
-    from kvmap.evaluate.harness.engine import Engine
+    from kvmap.evaluate.harness.engine import Engine, Kept
     from kvmap.evaluate.harness.judge import judge
     from kvmap.evaluate.harness.local import specifications
 
-    engine = Engine(pair, tuple(ARMS), lambda done, total: progress(name, done, total))
+    kept = Kept(journal, name)
+    engine = Engine(pair, tuple(ARMS), lambda done, total: progress(name, done, total), kept)
     wanted = specifications(name, options.data)
     try:
         return judge(name, wanted, engine, options.limit, options.few_shot)

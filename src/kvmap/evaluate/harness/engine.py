@@ -2,13 +2,15 @@
 
 Requests are grouped by context; a context's caches live while its requests are answered, and
 only numbers and texts are kept. So the first arm's evaluation does the work and the others
-look it up.
+look it up. What is kept goes to the evaluation's journal too, context by context, so that an
+interrupted task goes on where it stopped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from kvmap.cache import KVCache
 from kvmap.errors import UsageError
 from kvmap.evaluate.arms import Pair, caches
 from kvmap.evaluate.items import Ids, Item, Probe, wrong_context
+from kvmap.evaluate.journal import Journal
 from kvmap.evaluate.scoring import Answer, ask
+from kvmap.geometry import json_digest
 from kvmap.models import LoadedModel, generate
 
 Pairing = tuple[Ids, Ids]
@@ -50,15 +54,37 @@ class Wish:
     max_new_tokens: int
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A task's part of the journal."""
+
+    journal: Journal = field(default_factory=Journal)
+    task: str = ""
+
+    def __call__(self, asked: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what was kept of a request, made and kept first where it is new."""
+        key = json_digest(asked)
+        found = self.journal.get(self.task, key)
+        if found is None:
+            found = make()
+            self.journal.put(self.task, key, found)
+        return found
+
+
 class Engine:
     """Answers by arm and request, filled as they are asked for."""
 
     def __init__(
-        self, pair: Pair, arms: Sequence[str], progress: Callable[[int, int], None]
+        self,
+        pair: Pair,
+        arms: Sequence[str],
+        progress: Callable[[int, int], None],
+        kept: Kept | None = None,
     ) -> None:
         self.pair = pair
         self.arms = tuple(arms)
         self.progress = progress
+        self.kept = kept or Kept()
         self.likelihoods: dict[tuple[str, Pairing], Likelihood] = {}
         self.texts: dict[tuple[str, Wish], str] = {}
 
@@ -81,17 +107,26 @@ class Engine:
         for index, item in enumerate(items):
             self._check(item.longest)
             self.progress(index, len(items))
-            self._score_item(item, wrong_context(items, index))
+            wrong = wrong_context(items, index)
+            by_arm = self.kept(asdict(item), lambda item=item, wrong=wrong: self._ask(item, wrong))
+            for arm, found in by_arm.items():
+                for probe, part in zip(item.probes, found, strict=True):
+                    pairing = (item.context + probe.prompt, probe.answer)
+                    self.likelihoods[arm, pairing] = Likelihood(**part)
         self.progress(len(items), len(items))
 
-    def _score_item(self, item: Item, wrong: Ids) -> None:
+    def _ask(self, item: Item, wrong: Ids) -> dict[str, list[dict[str, Any]]]:
+        """Return the likelihoods of an item's continuations by arm, as plain data."""
+        found = {}
         native: list[Answer] = []
         for arm, reader, cache in caches(self.pair, item.context, wrong, self.arms):
             answers = ask(reader, cache, item.probes)
             native = native or answers
-            for probe, answer, own in zip(item.probes, answers, native, strict=True):
-                key = (item.context + probe.prompt, probe.answer)
-                self.likelihoods[arm, key] = likelihood(answer.logits, own.logits, probe.answer)
+            found[arm] = [
+                asdict(likelihood(answer.logits, own.logits, probe.answer))
+                for probe, answer, own in zip(item.probes, answers, native, strict=True)
+            ]
+        return found
 
     def speak(self, wishes: Sequence[Wish]) -> None:
         """Fill in greedy texts."""
@@ -101,9 +136,16 @@ class Engine:
             self._check(len(wish.context) + wish.max_new_tokens)
             self.progress(index, len(items))
             wrong = wrong_context(items, index)
-            for arm, reader, cache in caches(self.pair, wish.context[:-1], wrong, self.arms):
-                self.texts[arm, wish] = speak(reader, cache, wish)
+            by_arm = self.kept(asdict(wish), lambda wish=wish, wrong=wrong: self._say(wish, wrong))
+            self.texts |= {(arm, wish): text for arm, text in by_arm.items()}
         self.progress(len(items), len(items))
+
+    def _say(self, wish: Wish, wrong: Ids) -> dict[str, str]:
+        """Return a wish's texts by arm."""
+        return {
+            arm: speak(reader, cache, wish)
+            for arm, reader, cache in caches(self.pair, wish.context[:-1], wrong, self.arms)
+        }
 
     def _check(self, tokens: int) -> None:
         if tokens > self.max_length:
