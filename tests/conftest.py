@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 from collections.abc import Callable
 from pathlib import Path

@@ -11,7 +11,8 @@ from kvmap.errors import UsageError
 from kvmap.fit.compose import compose
 from kvmap.fit.low_rank import factored, reduce_rank
 from kvmap.handoff import map_middle
-from kvmap.mapping import Affine, CacheMap, LayerMap, MapOptions, weight_shape
+from kvmap.map_options import MapOptions, weight_shape
+from kvmap.mapping import Affine, CacheMap, LayerMap
 from kvmap.models import prefill
 
 

@@ -14,13 +14,12 @@ import kvmap
 PACKAGE = Path(kvmap.__file__).parent
 # What a module imports stands in a line above its own, or in its own package.
 ORDER = (
-    ("errors", "demo", "metrics", "ridge"),
+    ("errors", "demo", "metrics", "ridge", "affine"),
     ("geometry", "atomic", "header", "rows"),
     ("artifacts", "columns", "rope"),
-    ("cache", "moments", "text"),
+    ("cache", "moments", "text", "map_options"),
     ("models", "calibration", "layers", "ranks"),
-    ("triton_map",),
-    ("engine",),
+    ("engine", "map_checks"),
     ("mapping", "collect"),
     ("handoff", "merge", "fit"),
     ("plan", "transfer", "streaming", "pipeline", "evaluate"),

@@ -10,9 +10,10 @@ import torch
 from entries import SOURCE, TARGET, blocks, matrix, moments, related
 from test_geometry import signature
 
-from kvmap import artifacts, engine
+from kvmap import artifacts
 from kvmap.cache import KVCache
 from kvmap.columns import Block
+from kvmap.engine import workspace
 from kvmap.errors import UsageError
 from kvmap.fit import Splits, fit_closed_form, with_assignment
 from kvmap.mapping import CacheMap, MapOptions
@@ -133,8 +134,8 @@ def test_long_caches_are_mapped_in_chunks_alike(monkeypatch, chunk):
     cmap = fitted(MapOptions(joint=True, anchor=True, exact_first=True))
     cache, first = rotated(rows, "source", SOURCE), first_layer(rows)
     whole = cmap.apply(cache, first)
-    for bound in ("LEAST_TOKENS", "MOST_TOKENS"):
-        monkeypatch.setattr(engine, bound, chunk)
+    monkeypatch.setattr(workspace, "LEAST_TOKENS", chunk)
+    monkeypatch.setitem(workspace.MOST_TOKENS, "cpu", chunk)
     for one, other in zip(cmap.apply(cache, first).keys, whole.keys, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -35,7 +35,8 @@ from kvmap.layers import (
     save_layers,
     score_layers,
 )
-from kvmap.mapping import CacheMap, MapOptions, weight_shape
+from kvmap.map_options import MapOptions, weight_shape
+from kvmap.mapping import CacheMap
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]

@@ -15,7 +15,7 @@ from kvmap.collect import CollectOptions
 from kvmap.columns import groups, head_sizes
 from kvmap.fit.recipes import RECIPES
 from kvmap.geometry import Geometry
-from kvmap.mapping import MapOptions, weight_shape
+from kvmap.map_options import MapOptions, weight_shape
 
 # Above these bytes of accumulators, moments of all heads, then joint ones, are not the default.
 ALL_HEADS_BYTES = 4 << 30

@@ -53,13 +53,11 @@ class Angles:
             return out.copy_(content)
         return _turn(content, *self._cos_sin(table), table, out)
 
-    def planes(self, table: RopeTable | None, count: int, undo: bool) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [..., count] by which a kernel turns, or undoes a turn."""
-        if table is None:
-            still = torch.zeros(*self.positions.shape, count, device=self.positions.device)
-            return still + 1.0, still
+    def planes(self, table: RopeTable, undo: bool) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [..., planes] by which a kernel turns, or undoes a turn."""
+        cos, sin = self._cos_sin(table)
         scale = 1.0 / (table.scaling * table.scaling) if undo else 1.0
-        return tuple((part * scale).contiguous() for part in self._cos_sin(table))
+        return (cos * scale).contiguous(), (sin * scale).contiguous()
 
     def _cos_sin(self, table: RopeTable) -> tuple[Tensor, Tensor]:
         """Return cos and sin [..., planes], times the attention scaling."""

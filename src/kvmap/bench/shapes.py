@@ -17,7 +17,8 @@ from kvmap.columns import KINDS
 from kvmap.engine import compute_dtype
 from kvmap.fit import Recipe, with_assignment
 from kvmap.geometry import Geometry, Signature
-from kvmap.mapping import Affine, CacheMap, LayerMap, MapOptions, weight_shape
+from kvmap.map_options import MapOptions, weight_shape
+from kvmap.mapping import Affine, CacheMap, LayerMap
 from kvmap.models import LoadedModel
 from kvmap.models.load import load_config, parameter_count, published_config, shape_of
 from kvmap.models.probe import probe_rope

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvmap.columns import KINDS, Block
 from kvmap.geometry import Geometry
-from kvmap.mapping import Affine, LayerMap, MapOptions, input_blocks
+from kvmap.map_options import MapOptions, input_blocks
+from kvmap.mapping import Affine, LayerMap
 from kvmap.moments import Moments
 from kvmap.ridge import Covariance, explained_share, fitted_error, solve, squared_error
 
