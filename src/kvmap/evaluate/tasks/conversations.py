@@ -22,7 +22,7 @@ from kvmap.evaluate.tasks.rows import Source, read
 
 TURNS = 10
 STORY_TOKENS = 256
-COQA = Source("stanfordnlp/coqa", "validation", "coqa", ("story", "questions", "answers"))
+COQA = Source("stanfordnlp/coqa", "validation", ("coqa",), ("story", "questions", "answers"))
 CHAT_TOKENS = 64
 
 

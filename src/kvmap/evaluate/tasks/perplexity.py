@@ -17,7 +17,9 @@ from kvmap.evaluate.tasks.rows import Source, read
 
 CHUNK = 512
 WIKITEXT_CHUNK = 2048
-WIKITEXT = Source("Salesforce/wikitext:wikitext-2-raw-v1", "test", "wikitext-2-raw-v1", ("text",))
+WIKITEXT = Source(
+    "Salesforce/wikitext:wikitext-2-raw-v1", "test", ("wikitext-2-raw-v1",), ("text",)
+)
 
 
 def perplexity(options: TaskOptions) -> Task:

@@ -18,13 +18,13 @@ class Source:
     Attributes:
         hub: `owner/name` or `owner/name:config`.
         split: Split of the hub's data set.
-        folder: Name of the folder that holds them under `--data`.
+        folders: Names of the folder that holds them under `--data`, any of which will do.
         columns: Columns that every row must have.
     """
 
     hub: str
     split: str
-    folder: str
+    folders: tuple[str, ...]
     columns: tuple[str, ...]
 
 
@@ -53,12 +53,13 @@ def local(task: str, source: Source, data: Path) -> Path:
     """
     if data.is_file():
         return data
-    for folder in (data / source.folder, data / "benchmarks" / source.folder):
-        if folder.is_dir():
-            return folder
-    if any(data.glob(f"{source.split}*")):
+    for name in source.folders:
+        for folder in (data / name, data / "benchmarks" / name):
+            if folder.is_dir():
+                return folder
+    if any(data.glob(f"{source.split}*")) or any(data.glob("*.arrow")):
         return data
     raise UsageError(
-        f"task {task}: {data} holds no folder {source.folder}; pass the folder that holds it, or "
-        "a file, with `--data`"
+        f"task {task}: {data} holds no folder {' or '.join(source.folders)}; pass the folder that "
+        "holds it, or a file, with `--data`"
     )
