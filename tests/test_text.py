@@ -91,7 +91,7 @@ def test_a_column_can_be_named(tmp_path):
         ("a.jsonl", '{"text": 3}\n', "no column to read; found text"),
         ("a.jsonl", '{"messages": ["secret"]}\n', "a turn of the conversation lacks role"),
         ("a.parquet", "secret", "is no sound parquet file"),
-        ("a.csv", "secret", r"expected a \.jsonl, \.parquet, \.txt file"),
+        ("a.csv", "secret", r"expected a \.jsonl, \.parquet, \.arrow, \.txt file"),
         ("a.txt", "", "holds no text"),
     ],
 )
@@ -111,7 +111,7 @@ def test_what_is_not_there_is_refused(tmp_path):
     for source, problem in [
         (tmp_path / "absent.jsonl", "no such file"),
         (tmp_path / "latin.txt", "is not UTF-8 text; convert it"),
-        (tmp_path / "empty", r"no \.jsonl, \.parquet, \.txt file in this folder"),
+        (tmp_path / "empty", r"no \.jsonl, \.parquet, \.arrow, \.txt file in this folder"),
         ("./absent", "no such file"),
         ("", "no data set named"),
     ]:
