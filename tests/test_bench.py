@@ -11,6 +11,8 @@ from kvmap.bench import (
     Clock,
     Timing,
     bench_pair,
+    check_lengths,
+    fitting,
     jobs_of,
     measure_machine,
     plot,
@@ -18,11 +20,14 @@ from kvmap.bench import (
 )
 from kvmap.bench import layered as layered_module
 from kvmap.bench.against import check_engine
+from kvmap.bench.alone import bench_map, growth
 from kvmap.bench.costs import map_cost
+from kvmap.bench.fitting import bench_fit
 from kvmap.bench.layered import bench_layered, bench_random
 from kvmap.bench.memory import peak_bytes
 from kvmap.bench.plot import check_plotting
 from kvmap.bench.shapes import random_map, random_model
+from kvmap.bench.stream import bench_stream
 from kvmap.cli import app
 from kvmap.cli import bench as command
 from kvmap.errors import FloorMissed, UsageError
@@ -214,3 +219,88 @@ def test_command_prints_one_document_and_its_exit_code(known, capsys):
         app.main([*arguments, "--dry-run"])
     assert stop.value.code == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["one", "two", "paper", "32"]
+
+
+def test_growth_is_the_exponent_of_each_map(measured):
+    rows = [
+        {
+            "source": "s",
+            "target": "t",
+            "recipe": name,
+            "tokens": n,
+            "map_seconds": n**power / 7,
+            "extra_bytes": 10 * n,
+        }
+        for name, power in (("one", 1.0), ("two", 1.5))
+        for n in (4, 16, 64)
+    ]
+    rows.append({**rows[0], "recipe": "single"})
+    found = growth(rows)
+    assert [one["recipe"] for one in found] == ["one", "two"]
+    assert [one["map_exponent"] for one in found] == pytest.approx([1.0, 1.5])
+    assert found[0]["tokens"] == [4, 64]
+    assert found[0]["extra_bytes"] == 640
+
+
+def test_map_alone_is_timed_over_caches_of_any_length(measured, machine):
+    cmap, _ = measured
+    found = bench_map(cmap, [16, 300], BenchOptions(repeats=2), machine, torch.float32)
+    assert [one["tokens"] for one in found] == [16, 300]
+    for one in found:
+        assert one["map_seconds"] > 0
+        assert one["extra_bytes"] > 0
+        assert one["rounds"] == 2
+
+
+def test_stream_leaves_the_last_chunk_and_the_tail(loaded, measured):
+    cmap, _ = measured
+    pair = (loaded("qwen3_small"), loaded("llama_default"))
+    (one,) = bench_stream(cmap, *pair, [70], BenchOptions(repeats=1))
+    assert one["left_seconds"] == pytest.approx(one["last_chunk_seconds"] + one["tail_seconds"])
+    assert one["last_over_chunk"] > 0
+
+
+@pytest.mark.parametrize("name", ["cachebridge", "kvmap-matched", "paper"])
+def test_fit_is_timed_on_a_few_heads_of_one_layer(known, name):
+    chosen, options = recipe(name), BenchOptions(repeats=1)
+    one = bench_fit(known, chosen, 32, options, CPU, torch.float32)
+    assert one["measured"] == f"1 of {10 - chosen.options.exact_layers} layers, 2 of 2 heads"
+    share = one["accumulate_seconds_per_token"] / one["forward_seconds_per_token"]
+    assert one["accumulate_share"] == pytest.approx(share)
+
+
+def test_fit_whose_moments_do_not_fit_is_refused(known, monkeypatch):
+    monkeypatch.setattr(fitting, "free_memory", lambda _: 1000)
+    with pytest.raises(UsageError, match="moments of all heads would take 0 GB here"):
+        bench_fit(known, recipe("paper"), 32, BenchOptions(repeats=1), CPU, torch.float32)
+
+
+def test_contexts_beyond_the_positions_are_refused(known):
+    with pytest.raises(UsageError, match="found --context 257, but one reads at most 256 tokens"):
+        check_lengths(jobs_of(None, "one,two", False, None), [16, 257])
+
+
+@pytest.mark.parametrize("part", ["map", "fit"])
+def test_command_times_one_part(known, kvmap_run, part):
+    arguments = ["bench", "--random-weights", "--pair", "one,two", "--recipe", "cachebridge"]
+    arguments += ["--context", "16,32", "--repeats", "1", "--device", "cpu", "--only", part]
+    code, out, _ = kvmap_run(*arguments, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert len(document[part]) == (2 if part == "map" else 1)
+    assert "GFLOP/s" in kvmap_run(*arguments)[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--only", "soup"), "found --only 'soup', expected map or stream or fit"),
+        (("--only", "map", "--min-speedup", "2"), "--only goes without --plot"),
+        (("--only", "stream", "--random-weights"), "--only stream runs both models"),
+        (("--context", "99999"), "reads at most 32768 tokens"),
+    ],
+)
+def test_command_refuses_what_it_cannot_time(kvmap_run, given, message):
+    code, _, said = kvmap_run("bench", *given)
+    assert code == 2
+    assert message in said

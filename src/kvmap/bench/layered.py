@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from kvmap.bench.clock import Clock, Round, timings
 from kvmap.bench.costs import map_cost
+from kvmap.bench.layers import prefill_seconds, products_alone
 from kvmap.bench.machine import Machine
 from kvmap.bench.memory import peak_bytes
 from kvmap.bench.pair import BenchOptions, Context, bench_pair
@@ -29,10 +29,8 @@ from kvmap.engine import allocate, prepare
 from kvmap.fit import Recipe
 from kvmap.handoff import tail_length
 from kvmap.mapping import CacheMap
-from kvmap.models import LoadedModel, first_layer, prefill
+from kvmap.models import LoadedModel, first_layer
 
-# Rows of a product whose throughput counts as the best there is.
-PRODUCT_TOKENS = 512
 Progress = Callable[[str, int, int], None]
 
 
@@ -154,10 +152,10 @@ def _map(pair: Pair, inputs: _Inputs) -> None:
 def _round(pair: Pair, inputs: _Inputs, clock: Clock) -> Round:
     """Time every part and multiply it up to the whole pair."""
     scale = pair.share.scale
-    source, _ = _prefill_seconds(pair.source, inputs.token_ids, pair.depths[0], clock)
+    source, _ = prefill_seconds(pair.source, inputs.token_ids, pair.depths[0], clock)
     mapped = clock.timed(partial(_map, pair, inputs))[1] * scale
     products = products_alone(pair.cmap, inputs.cache.tokens, clock) * scale
-    target, past = _prefill_seconds(pair.target, inputs.token_ids, pair.depths[1], clock)
+    target, past = prefill_seconds(pair.target, inputs.token_ids, pair.depths[1], clock)
     first_token = _first_token_seconds(pair, inputs, past, clock)
     return {
         "source_prefill": source,
@@ -170,52 +168,19 @@ def _round(pair: Pair, inputs: _Inputs, clock: Clock) -> Round:
     }
 
 
-def _prefill_seconds(
-    loaded: LoadedModel, token_ids: torch.Tensor, depth: int, clock: Clock, past=None
-) -> tuple[float, KVCache]:
-    """Return the seconds of a prefill of `depth` layers, and the one layer's cache."""
-    (cache, _), one = clock.timed(partial(prefill, loaded, token_ids, past=past))
-    rest = clock.timed(partial(_outside, loaded, token_ids))[1]
-    return rest + depth * max(one - rest, 0.0), cache
-
-
-@torch.no_grad()
-def _outside(loaded: LoadedModel, token_ids: torch.Tensor) -> Any:
-    """Compute what is not a layer: embedding, and logits of the last token."""
-    hidden = loaded.model.get_input_embeddings()(token_ids)
-    return loaded.model.get_output_embeddings()(hidden[:, -1:])
-
-
 def _first_token_seconds(pair: Pair, inputs: _Inputs, past: KVCache, clock: Clock) -> float:
     """Return the seconds of exact head, first layer, and tail over the mapped cache."""
     depth, start = pair.depths[1], inputs.token_ids.shape[1] - inputs.tail
     total = 0.0
     if inputs.head:
         head = inputs.token_ids[:, : inputs.head]
-        total += _prefill_seconds(pair.target, head, depth, clock)[0]
+        total += prefill_seconds(pair.target, head, depth, clock)[0]
     if pair.cmap.needs_target:
         middle = inputs.token_ids[:, inputs.head : start]
         positions = torch.arange(middle.shape[1], device=middle.device)[None]
         total += clock.timed(partial(first_layer, pair.target, middle, positions))[1]
     tail, before = inputs.token_ids[:, start:], past.slice(0, start)
-    return total + _prefill_seconds(pair.target, tail, depth, clock, before)[0]
-
-
-def products_alone(cmap: CacheMap, tokens: int, clock: Clock) -> float:
-    """Return the seconds of the map's batched products alone: operands ready, same chunks."""
-    layer = next(layer for layer in cmap.layers if layer)
-    groups, p, q = layer.key.weight.shape
-    chunk = min(tokens, PRODUCT_TOKENS)
-    x, y = (layer.key.weight.new_ones(groups, chunk, width) for width in (p, q))
-    weights = [part.weight for layer in cmap.layers if layer for part in (layer.key, layer.value)]
-
-    def run() -> None:
-        for start in range(0, tokens, chunk):
-            rows = min(chunk, tokens - start)
-            for weight in weights:
-                torch.bmm(x[:, :rows], weight, out=y[:, :rows])
-
-    return clock.timed(run)[1]
+    return total + prefill_seconds(pair.target, tail, depth, clock, before)[0]
 
 
 def bench_random(

@@ -98,7 +98,7 @@ def bench_pair(
 ) -> list[Context]:
     """Measure a map at some lengths of context."""
     clock = Clock(target.device, options.cpu_time)
-    _round(cmap, source, target, _token_ids(source, WARM_UP_TOKENS, options.seed), clock)
+    _round(cmap, source, target, random_tokens(source, WARM_UP_TOKENS, options.seed), clock)
     measured = []
     for done, tokens in enumerate(contexts):
         measured.append(_bench_context(cmap, source, target, tokens, options, machine))
@@ -107,7 +107,7 @@ def bench_pair(
 
 
 def _bench_context(cmap, source, target, tokens, options, machine) -> Context:
-    token_ids = _token_ids(source, tokens, options.seed)
+    token_ids = random_tokens(source, tokens, options.seed)
     clock = Clock(target.device, options.cpu_time)
     run = partial(_round, cmap, source, target, token_ids, clock)
     parts = timings(run, options.budget, options.repeats)
@@ -131,7 +131,7 @@ def _mapped_tokens(cmap: CacheMap, tokens: int) -> int:
     return rest - min(cmap.options.native_head, rest)
 
 
-def _token_ids(loaded: LoadedModel, tokens: int, seed: int) -> torch.Tensor:
+def random_tokens(loaded: LoadedModel, tokens: int, seed: int) -> torch.Tensor:
     """Return random tokens [1, T]: what they say does not change what they cost."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = loaded.signature.geometry.vocabulary

@@ -12,16 +12,18 @@ import torch
 
 from kvmap import models
 from kvmap.bench.against import vllm_prefill
+from kvmap.bench.alone import growth
 from kvmap.bench.clock import Clock
 from kvmap.bench.layered import bench_random
 from kvmap.bench.machine import Machine, measure_machine
 from kvmap.bench.pair import BenchOptions, bench_pair
 from kvmap.bench.prepare import prepared_map
+from kvmap.bench.shapes import config_of
 from kvmap.engine import compute_dtype, prepare
 from kvmap.errors import UsageError
 from kvmap.fit import DEFAULT_RECIPE, recipe
 from kvmap.mapping import CacheMap
-from kvmap.models.load import pick_device, pick_dtype
+from kvmap.models.load import pick_device, pick_dtype, shape_of
 from kvmap.pair import Loading
 
 Progress = Callable[[str, int, int], None]
@@ -66,6 +68,31 @@ def jobs_of(path: Path | None, pair: str, both: bool, recipes: str | None) -> li
     ]
 
 
+def check_lengths(jobs: list[Job], contexts: list[int]) -> None:
+    """Check that both models of every job read contexts so long.
+
+    Raises:
+        UsageError: One does not.
+    """
+    for job in jobs:
+        if job.path is not None:
+            cmap = CacheMap.load(job.path)
+            shapes = (cmap.source.geometry, cmap.target.geometry)
+        else:
+            shapes = tuple(shape_of(config_of(name)) for name in job.names)
+        for name, shape in zip(job.names, shapes, strict=True):
+            if shape.max_positions and max(contexts) > shape.max_positions:
+                raise UsageError(
+                    f"found --context {max(contexts)}, but {name} reads at most "
+                    f"{shape.max_positions} tokens; give smaller ones"
+                )
+
+
+def map_path(job: Job, loading: Loading, progress: Progress) -> Path:
+    """Return a job's map, made where no file is given."""
+    return job.path or prepared_map(job.names, job.recipe, loading, progress=progress).path
+
+
 def machine_of(loading: Loading, options: BenchOptions) -> Machine:
     """Measure the machine in the dtype that is fastest on it of those that will do."""
     place = pick_device(loading.device)
@@ -86,14 +113,14 @@ def bench_maps(
     machine = machine_of(loading, options)
     measured, maps = [], []
     for job in jobs:
-        path = job.path or prepared_map(job.names, job.recipe, loading, progress=progress).path
+        path = map_path(job, loading, progress)
         started = time.perf_counter()
         cmap = prepare(CacheMap.load(path), machine.device)
         maps.append({"map": str(path), "load_seconds": time.perf_counter() - started})
         source, target = (models.load(name, machine.device, loading.dtype) for name in job.names)
         found = bench_pair(cmap, source, target, contexts, options, machine, progress)
         measured += [{"recipe": job.recipe, **one.to_json()} for one in found]
-    return {"machine": machine.to_json(), "maps": maps, "contexts": measured}
+    return _document(machine, maps, measured)
 
 
 def bench_shapes(
@@ -112,7 +139,12 @@ def bench_shapes(
             job.names, recipe(job.recipe), contexts, options, machine, dtype, progress
         )
         measured += [{"recipe": job.recipe, **one.to_json()} for one in found]
-    return {"machine": machine.to_json(), "maps": [], "contexts": measured}
+    return _document(machine, [], measured)
+
+
+def _document(machine: Machine, maps: list[Any], measured: list[Any]) -> dict[str, Any]:
+    grown = growth(measured)
+    return {"machine": machine.to_json(), "maps": maps, "contexts": measured, "growth": grown}
 
 
 def against_vllm(

@@ -100,7 +100,7 @@ def random_map(
         None
         if index < options.exact_layers
         else LayerMap(
-            _near(index, target.layers, source.layers, k),
+            near_layers(index, target.layers, source.layers, k),
             *(_random_affine(shape, device, dtype) for _ in KINDS),
         )
         for index in range(target.layers)
@@ -108,7 +108,7 @@ def random_map(
     return CacheMap(*shapes, layers, options)
 
 
-def _near(index: int, target_layers: int, source_layers: int, k: int) -> tuple[int, ...]:
+def near_layers(index: int, target_layers: int, source_layers: int, k: int) -> tuple[int, ...]:
     """Return k source layers about the one at the same relative depth."""
     middle = round(index * (source_layers - 1) / max(target_layers - 1, 1))
     start = min(max(middle - k // 2, 0), source_layers - k)

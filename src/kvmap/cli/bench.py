@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvmap.cli import inputs, options
-from kvmap.cli.output import Output, amount, figure, table
+from kvmap.cli.bench_text import part_text, plan_text, report
+from kvmap.cli.output import Output
 from kvmap.errors import FloorMissed, UsageError
-
-if TYPE_CHECKING:
-    from kvmap.pair import Loading
 
 EXAMPLES = (
     "kvmap bench --context 1024,4096",
     "kvmap bench m-l.map --context 8192 --min-speedup 5 --json",
+    "kvmap bench --only map --context 256,1024,4096,16384",
 )
 PAIR, CONTEXT = "tiny-m,tiny-l", "1024,4096"
 
@@ -59,6 +58,14 @@ def run(
         bool,
         typer.Option("--random-weights", help="Build --pair from configs alone; no download."),
     ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            "--only",
+            metavar="map|stream|fit",
+            help="One part by itself: the map over made-up caches, a streaming session, a fit.",
+        ),
+    ] = None,
     against: Annotated[
         str, typer.Option("--against", metavar="ENGINE", help="Whose prefill to beat: hf or vllm.")
     ] = "hf",
@@ -93,11 +100,22 @@ def run(
     contexts = parse_contexts(context)
     loading = inputs.given(Loading, device=device, dtype=dtype)
     jobs = bench.jobs_of(map_file, pair, both, recipe)
+    bench.check_lengths(jobs, contexts)
     if dry_run:
-        _plan(out, jobs, contexts, loading)
+        rows = bench.plan(jobs, contexts, loading)
+        out.document({"plan": rows}, lambda: plan_text(rows))
         return
     _check(against, plot, random_weights, map_file)
     asked = _bench_options(budget, repeats, seed, cpu_time)
+    if inputs.one_of("--only", only, *bench.PARTS):
+        if plot is not None or against != "hf" or min_speedup is not None:
+            raise UsageError("--only goes without --plot, --against and --min-speedup")
+        with out.progress() as progress:
+            document = bench.bench_only(
+                only, jobs, contexts, loading, asked, random_weights, progress
+            )
+        out.document(document, lambda: part_text(document, only))
+        return
     measure = bench.bench_shapes if random_weights else bench.bench_maps
     with out.progress() as progress:
         document = measure(jobs, contexts, loading, asked, progress)
@@ -146,72 +164,6 @@ def _check(against: str, plot: Path | None, random: bool, map_file: Path | None)
     if plot is not None:
         check_plotting()
         refuse_overwrite(plot, force=True)
-
-
-def _plan(out: Output, jobs: list, contexts: list[int], loading: Loading) -> None:
-    from kvmap.bench.plan import plan
-
-    rows = plan(jobs, contexts, loading)
-    out.document(
-        {"plan": rows},
-        lambda: table(
-            ("source", "target", "recipe", "tokens", "caches", "map GFLOP", "seconds"),
-            [
-                (
-                    row["source"],
-                    row["target"],
-                    row["recipe"],
-                    row["tokens"],
-                    amount(row["cache_bytes"]),
-                    round(row["map_flops"] / 1e9, 1),
-                    round(row["seconds"], 1),
-                )
-                for row in rows
-            ],
-        ),
-    )
-
-
-COLUMNS = {
-    "tokens": "tokens",
-    "source ms": "source_prefill_seconds",
-    "map ms": "map_seconds",
-    "build ms": "build_seconds",
-    "first token ms": "first_token_seconds",
-    "handoff ms": "handoff_seconds",
-    "prefill ms": "target_prefill_seconds",
-}
-
-
-def report(document: dict[str, Any]) -> str:
-    """Lay out medians, speed-ups and shares of the machine's peaks."""
-    head = ("source", "target", "recipe", *COLUMNS, "warm", "cold", "matmul", "copy", "extra")
-    rows = [_row(one) for one in document["contexts"]]
-    machine = document["machine"]
-    peaks = (machine["matmul_flops"] / 1e9, machine["copy_bytes"] / 1e9)
-    last = (
-        f"{machine['name']}, {machine['threads']} threads, {machine['dtype']}, {machine['clock']}: "
-        f"{peaks[0]:.1f} GFLOP/s, {peaks[1]:.1f} GB/s copied"
-    )
-    lines = [table(head, rows), last]
-    if document["maps"]:
-        loads = ", ".join(f"{one['load_seconds'] * 1e3:.0f}" for one in document["maps"])
-        lines.append(f"map loaded from disk in {loads} ms")
-    for one in document["contexts"]:
-        if "prefill" in one:
-            lines.append(f"{one['tokens']} tokens: prefill {one['prefill']}; map {one['mapped']}")
-    return "\n".join(lines)
-
-
-def _row(one: dict[str, Any]) -> list[Any]:
-    cells: list[Any] = [one["source"], one["target"], one["recipe"], one["tokens"]]
-    cells += [round(one[key] * 1e3, 1) for key in list(COLUMNS.values())[1:]]
-    cells += [f"{one[key]:.1f}×" for key in ("warm_speedup", "cold_speedup")]
-    cells += [
-        "-" if one[key] is None else f"{figure(100 * one[key], 0)} %"
-        for key in ("matmul_share", "copy_share")
-    ]
-    return [*cells, amount(one["extra_bytes"])]
 
 
 def _hold_floor(document: dict[str, Any], least: float | None) -> None:

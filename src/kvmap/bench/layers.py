@@ -1,0 +1,49 @@
+"""Time a whole model by one of its layers, and a map's products alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvmap.bench.clock import Clock
+from kvmap.cache import KVCache
+from kvmap.mapping import CacheMap
+from kvmap.models import LoadedModel, prefill
+
+# Rows of a product whose throughput counts as the best there is.
+PRODUCT_TOKENS = 512
+
+
+def prefill_seconds(
+    loaded: LoadedModel, token_ids: torch.Tensor, depth: int, clock: Clock, past=None
+) -> tuple[float, KVCache]:
+    """Return the seconds of a prefill of `depth` layers, and the one layer's cache."""
+    (cache, _), one = clock.timed(partial(prefill, loaded, token_ids, past=past))
+    rest = clock.timed(partial(_outside, loaded, token_ids))[1]
+    return rest + depth * max(one - rest, 0.0), cache
+
+
+@torch.no_grad()
+def _outside(loaded: LoadedModel, token_ids: torch.Tensor) -> Any:
+    """Compute what is not a layer: embedding, and logits of the last token."""
+    hidden = loaded.model.get_input_embeddings()(token_ids)
+    return loaded.model.get_output_embeddings()(hidden[:, -1:])
+
+
+def products_alone(cmap: CacheMap, tokens: int, clock: Clock) -> float:
+    """Return the seconds of the map's batched products alone: operands ready, same chunks."""
+    layer = next(layer for layer in cmap.layers if layer)
+    groups, p, q = layer.key.weight.shape
+    chunk = min(tokens, PRODUCT_TOKENS)
+    x, y = (layer.key.weight.new_ones(groups, chunk, width) for width in (p, q))
+    weights = [part.weight for layer in cmap.layers if layer for part in (layer.key, layer.value)]
+
+    def run() -> None:
+        for start in range(0, tokens, chunk):
+            rows = min(chunk, tokens - start)
+            for weight in weights:
+                torch.bmm(x[:, :rows], weight, out=y[:, :rows])
+
+    return clock.timed(run)[1]
