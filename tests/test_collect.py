@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import oracles
@@ -19,7 +20,12 @@ from kvmap.calibration import Calibration
 from kvmap.collect import CollectOptions, clear, collect, held_out_mask
 from kvmap.columns import Block
 from kvmap.errors import UsageError
+from kvmap.fit import recipe, with_assignment
+from kvmap.fit.closed_form import regressions
 from kvmap.merge import merge
+from kvmap.pair import FitRequest, fit_calibration
+from kvmap.pipeline import fit_map, splits
+from kvmap.ridge import solve
 
 PAIR = ("qwen3_small", "llama_llama3")
 SEQUENCES, LENGTH, STRIDE = 11, 24, 3
@@ -477,3 +483,43 @@ def test_the_target_keeps_its_first_layer_of_the_token_before(run, native_rows, 
         expected = native_rows["target", kind][0]
         late = np.pad(expected, ((0, 0), (1, 0), (0, 0)))[:, :-1][:, ::STRIDE]
         np.testing.assert_allclose(found.numpy(), late.reshape(len(found), -1), atol=2e-5)
+
+
+CHOSEN = ((0,), (1, 2), (0, 2), (1,))
+
+
+@pytest.mark.parametrize("heads", ["all", "matched"])
+@pytest.mark.parametrize("dump", [True, False])
+def test_moments_of_chosen_layers_make_the_same_map(run, tmp_path, heads, dump):
+    """Two passes, the second with what the first chose, against one with all blocks: to 1e-10
+    as solved, and to the last digits of float32 as kept.
+    """
+    full = run(tmp_path / "full", dataclasses.replace(OPTIONS, heads=heads))
+    shapes = (full.source.geometry, full.target.geometry)
+    layers = tuple(
+        tuple(s for s in CHOSEN[t % 4] if s < shapes[0].layers) for t in range(shapes[1].layers)
+    )
+    some = dataclasses.replace(OPTIONS, heads=heads, layers=layers, dump=dump, moments=not dump)
+    part = run(tmp_path / "part", some)
+    chosen = replace(recipe("kvmap-matched"), ridge=1e-3)
+    options = with_assignment(replace(chosen.options, heads=heads), *shapes)
+    chosen = replace(chosen, options=options)
+    data = [splits(found, 4) for found in (full, part)]
+    for index, row in enumerate(layers):
+        for read, made in regressions(data[0], index, row, options):
+            exact, mine = (solve(one.train.covariance(read, made), 1e-3)[0] for one in data)
+            torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-10)
+    maps = [fit_map(found, layers, chosen, lambda *_: None).cmap for found in (full, part)]
+    for mine, theirs in zip(*(cmap.layers for cmap in maps), strict=True):
+        for kind in ("key", "value") if mine else ():
+            torch.testing.assert_close(mine.of(kind).weight, theirs.of(kind).weight)
+    request = FitRequest(chosen, out=tmp_path / "chosen.map")
+    assert fit_calibration(part, request, lambda *_: None).cmap.layers[1].source_layers == layers[1]
+
+
+def test_moments_of_chosen_layers_know_nothing_of_others(run, loaded, tmp_path):
+    depth = loaded(PAIR[1]).signature.geometry.layers
+    part = run(tmp_path / "part", dataclasses.replace(OPTIONS, layers=((0,),) * depth))
+    rows = ((1,),) * depth
+    with pytest.raises(UsageError, match="without --layers or with those that the map reads"):
+        fit_map(part, rows, replace(recipe("paper"), k=1), lambda *_: None)

@@ -17,7 +17,7 @@ ORDER = (
     ("errors", "demo", "metrics", "ridge", "affine"),
     ("geometry", "atomic", "header", "rows"),
     ("artifacts", "columns", "rope"),
-    ("cache", "moments", "text", "map_options"),
+    ("cache", "moments", "text", "map_options", "chosen"),
     ("models", "calibration", "layers", "ranks"),
     ("engine", "map_checks"),
     ("mapping", "collect"),

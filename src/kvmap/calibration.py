@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from kvmap import artifacts, header
+from kvmap.chosen import Layers, chosen_groups
 from kvmap.columns import KINDS, groups, head_sizes
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, Signature, json_digest
-from kvmap.moments import Moments, Rows
+from kvmap.moments import ACCUMULATE, Moments, Rows
 
 INDEX = "index.json"
 FILE = re.compile(r"(source|target|head)-\d+\.safetensors")
@@ -109,13 +111,9 @@ class Calibration:
             raise UsageError(
                 f"{self.path}: has neither moments nor a dump; run `kvmap collect` again"
             )
-        options = self.index["options"]
-        made = {
-            split: empty_moments(
-                self.source.geometry, self.target.geometry, options["heads"], options["joint"]
-            )
-            for split in SPLITS
-        }
+        geometries = (self.source.geometry, self.target.geometry)
+        scope = scope_of(self.index["options"])
+        made = {split: empty_moments(*geometries, *scope) for split in SPLITS}
         for rows, position, sequence in self.shards():
             out = self.sequences["held_out"][sequence]
             for split, members in (("train", ~out), ("held_out", out)):
@@ -148,9 +146,7 @@ class Calibration:
         if not self.index["options"]["moments"]:
             return self._moments_with_head[split]
         geometries = (self.source.geometry, self.target.geometry)
-        made = empty_moments(
-            *geometries, self.index["options"]["heads"], self.index["options"]["joint"]
-        )
+        made = empty_moments(*geometries, *scope_of(self.index["options"]))
         made.merge(self._moments[split])
         for name in self.index["heads"]:
             artifact = artifacts.open_artifact(self.path / name, "dump")
@@ -177,9 +173,33 @@ def _head_rows(
     )
 
 
-def empty_moments(source: Geometry, target: Geometry, heads: str, joint: bool) -> Moments:
-    """Return accumulators for a pair."""
-    return Moments(groups(source, target, heads, joint), head_sizes(source, target))
+def empty_moments(
+    source: Geometry,
+    target: Geometry,
+    heads: str,
+    joint: bool,
+    layers: Layers | None = None,
+    products: torch.dtype = ACCUMULATE,
+) -> Moments:
+    """Return accumulators for a pair; of all layers, or of what a choice of them reads.
+
+    Args:
+        products: Dtype in which rows are multiplied before they are added up in float64.
+    """
+    found, sizes = groups(source, target, heads, joint), head_sizes(source, target)
+    if layers is not None:
+        found = chosen_groups(found, layers, sizes)
+    return Moments(found, sizes, products=products)
+
+
+def scope_of(options: dict[str, Any]) -> tuple[str, bool, Layers | None]:
+    """Return which moments recorded options keep: heads, joint, chosen layers."""
+    layers = options.get("layers")
+    return (
+        options["heads"],
+        options["joint"],
+        layers and tuple(tuple(map(operator.index, row)) for row in layers),
+    )
 
 
 def save_moments(path: Path, moments: dict[str, Moments], metadata: dict[str, Any]) -> Path:
@@ -203,7 +223,7 @@ def load_moments(path: Path) -> tuple[dict[str, Moments], dict[str, Any]]:
         geometries = tuple(
             Signature.from_json(artifact.metadata[side]).geometry for side in ("source", "target")
         )
-        scope = (artifact.metadata["heads"], artifact.metadata["joint"])
+        scope = scope_of(artifact.metadata)
     made = {}
     for split in SPLITS:
         made[split] = empty_moments(*geometries, *scope)
@@ -291,3 +311,9 @@ def _check_index(index: dict[str, Any]) -> None:
     for name in (*names, *index["heads"]):
         if not FILE.fullmatch(name):
             raise ValueError(f"{name[:40]!r} is no file of a calibration")
+    layers = scope_of(options)[2]
+    shape = [index[side]["geometry"]["layers"] for side in ("target", "source")]
+    if layers is not None and (
+        len(layers) != shape[0] or not all(0 <= s < shape[1] for row in layers for s in row)
+    ):
+        raise ValueError("the chosen layers are not the models'")

@@ -31,6 +31,7 @@ from kvmap.calibration import (
     load_moments,
     load_rows,
     save_moments,
+    scope_of,
 )
 from kvmap.columns import KINDS
 from kvmap.errors import UsageError
@@ -61,6 +62,10 @@ class CollectOptions:
         native_head: First tokens kept apart, so that a fit can leave them out.
         heads: Which moments are kept: "all" or "matched"; "auto" only until `pair.with_scope`.
         joint: Keep keys beside values, and the anchor, in the moments; None like "auto".
+        layers: Source layers of each target layer: moments of what these read, and no others;
+            None keeps those of all.
+        products: Dtype in which rows are multiplied before they are added up in float64:
+            "float64", or "float32", which is faster and costs about six digits.
         dump: Keep the rows.
         moments: Keep the moments.
         batch: Sequences run at a time.
@@ -72,6 +77,8 @@ class CollectOptions:
     native_head: int = 4
     heads: str = "auto"
     joint: bool | None = None
+    layers: tuple[tuple[int, ...], ...] | None = None
+    products: str = "float64"
     dump: bool = True
     moments: bool = True
     batch: int = 4
@@ -264,7 +271,8 @@ class _Run:
             self.added = metadata["shards"]
             return
         geometries = (self.models.source.geometry, self.models.target.geometry)
-        scope = (self.options.heads, self.options.joint)
+        products = getattr(torch, self.options.products)
+        scope = (*scope_of(asdict(self.options)), products)
         kept = SPLITS if self.options.moments else ()
         self.moments = {split: empty_moments(*geometries, *scope) for split in kept}
 
@@ -338,6 +346,7 @@ class _Run:
         return {
             "heads": self.options.heads,
             "joint": self.options.joint,
+            "layers": self.options.layers,
             "source": self.models.source.to_json(),
             "target": self.models.target.to_json(),
         }

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from kvmap import artifacts, atomic
-from kvmap.calibration import INDEX, SPLITS, Calibration, empty_moments, save_moments
+from kvmap.calibration import INDEX, SPLITS, Calibration, empty_moments, save_moments, scope_of
 from kvmap.collect import RUN, clear
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest
 
 # Options that must agree: they decide which rows are kept and what the moments cover.
-MUST_AGREE = ("stride", "native_head", "heads", "joint", "dump", "moments")
+MUST_AGREE = ("stride", "native_head", "heads", "joint", "layers", "dump", "moments")
 
 
 def merge(parts: list[Calibration], out: Path, force: bool = False) -> Calibration:
@@ -66,7 +66,7 @@ def _check(first: Calibration, other: Calibration) -> None:
                 f"{where} have different {side} models; merge calibrations of one pair"
             )
     mine, theirs = first.index, other.index
-    differing = [n for n in MUST_AGREE if mine["options"][n] != theirs["options"][n]]
+    differing = [n for n in MUST_AGREE if mine["options"].get(n) != theirs["options"].get(n)]
     differing += ["length"] if mine["length"] != theirs["length"] else []
     if differing:
         raise UsageError(
@@ -109,7 +109,7 @@ def _copy(path: Path, copy: Path, first_sequence: int) -> None:
 def _merge_moments(parts: list[Calibration], out: Path) -> None:
     options = parts[0].index["options"]
     geometries = (parts[0].source.geometry, parts[0].target.geometry)
-    scope = (options["heads"], options["joint"])
+    scope = scope_of(options)
     merged = {split: empty_moments(*geometries, *scope) for split in SPLITS}
     for part in parts:
         for split in SPLITS:

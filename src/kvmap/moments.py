@@ -174,7 +174,8 @@ class Moments:
                 return self._select(group, inputs, outputs)
         raise UsageError(
             "the calibration does not record these inputs together; "
-            "run `kvmap collect` again with `--heads all --joint`"
+            "run `kvmap collect` again with `--heads all --joint`, and without --layers or with "
+            "those that the map reads"
         )
 
     def _select(self, group: Group, inputs: list[Block], outputs: list[Block]) -> Covariance:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmap import atomic, demo, fit, models, plan, text
-from kvmap.calibration import Calibration
+from kvmap.calibration import Calibration, scope_of
 from kvmap.collect import CollectOptions, collect
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe
@@ -108,7 +108,7 @@ def with_scope(
     options: CollectOptions, shapes: tuple[Geometry, Geometry], recipe: Recipe | None = None
 ) -> CollectOptions:
     """Fill in which moments are kept: what fits in memory, and what the recipe reads at least."""
-    heads, joint = plan.moments_scope(*shapes)
+    heads, joint = plan.moments_scope(*shapes, options.layers)
     if recipe is not None:
         heads = "all" if recipe.options.heads == "all" else heads
         joint = joint or recipe.options.joint or recipe.options.anchor
@@ -137,6 +137,7 @@ def collect_pair(
     path = out or _cached_path(names, found, options, loading)
     if out is None and path is not None and (finished := open_finished(path)):
         return finished, True
+    _check_memory(geometries(names, loading), options)
     loaded: dict[str, LoadedModel] = {}
     together = plan.fits_together(_weight_bytes(names, loading), pick_device(loading.device))
 
@@ -163,6 +164,25 @@ def collect_pair(
             force and out is not None,
         )
     return made, False
+
+
+def _check_memory(shapes: tuple[Geometry, Geometry], options: CollectOptions) -> None:
+    """Check that moments fit in memory and that chosen layers are the pair's, before any work.
+
+    Raises:
+        UsageError: Saying what to do instead.
+    """
+    source, target = shapes
+    layers = options.layers
+    if layers is not None and (
+        len(layers) != target.layers or max(map(max, layers)) >= source.layers
+    ):
+        raise UsageError(
+            f"found --layers of {len(layers)} target layers, expected {target.layers} that read "
+            f"source layers below {source.layers}; choose them for this pair"
+        )
+    if problem := plan.too_large(*shapes, options):
+        raise UsageError(problem)
 
 
 def _weight_bytes(names: tuple[str, str], loading: Loading) -> tuple[int, int]:
@@ -234,6 +254,8 @@ def fit_calibration(
 ) -> FitReport:
     """Choose layers and fit a map, or take both from the cache folder where they are there.
 
+    A calibration of chosen layers is fitted with these.
+
     Args:
         openers: Load both models where the recipe runs them; by name if not given.
     """
@@ -242,6 +264,8 @@ def fit_calibration(
 
         _, layers, record = load_layers(request.layers)
         layers_path, k, known = request.layers, record["k"], False
+    elif (recorded := scope_of(calibration.index["options"])[2]) is not None:
+        layers, layers_path, k, known = recorded, calibration.path, max(map(len, recorded)), True
     else:
         choice, layers_path, known = cached_layers(
             calibration, request.recipe, request.selection, None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvmap.chosen import Layers, chosen_groups
 from kvmap.collect import CollectOptions
 from kvmap.columns import groups, head_sizes
 from kvmap.fit.recipes import RECIPES
@@ -20,6 +21,12 @@ from kvmap.map_options import MapOptions, weight_shape
 # Above these bytes of accumulators, moments of all heads, then joint ones, are not the default.
 ALL_HEADS_BYTES = 4 << 30
 JOINT_BYTES = 16 << 30
+
+TWO_PASSES = (
+    "choose layers on a sample first (`kvmap collect --sequences 64 --heads matched --no-joint "
+    "-o CALIB`, then `kvmap select-layers CALIB -k 4 --recipe paper -o LAYERS`) and collect with "
+    "`--layers LAYERS`"
+)
 
 
 @dataclass(frozen=True)
@@ -44,22 +51,40 @@ def map_flops_per_token(options: MapOptions, k: int, source: Geometry, target: G
     return 2 * map_parameters(options, k, source, target)
 
 
-def moments_bytes(source: Geometry, target: Geometry, heads: str, joint: bool) -> int:
-    """Return the bytes of train and held-out moments."""
+def moments_bytes(
+    source: Geometry, target: Geometry, heads: str, joint: bool, layers: Layers | None = None
+) -> int:
+    """Return the bytes of train and held-out moments, of all layers or of a choice."""
     total = 0
     sizes = head_sizes(source, target)
-    for group in groups(source, target, heads, joint):
+    found = groups(source, target, heads, joint)
+    for group in found if layers is None else chosen_groups(found, layers, sizes):
         p = sum(sizes[block.side] for block in group.inputs)
         q = sum(sizes[block.side] for block in group.outputs)
         total += p * p + p * q + p + 2 * q + 1
     return 2 * 8 * total
 
 
-def moments_scope(source: Geometry, target: Geometry) -> tuple[str, bool]:
+def moments_scope(
+    source: Geometry, target: Geometry, layers: Layers | None = None
+) -> tuple[str, bool]:
     """Return the widest scope of moments (heads, joint) that stays within memory bounds."""
-    if moments_bytes(source, target, "all", True) <= ALL_HEADS_BYTES:
+    if moments_bytes(source, target, "all", True, layers) <= ALL_HEADS_BYTES:
         return "all", True
-    return "matched", moments_bytes(source, target, "matched", True) <= JOINT_BYTES
+    return "matched", moments_bytes(source, target, "matched", True, layers) <= JOINT_BYTES
+
+
+def too_large(source: Geometry, target: Geometry, options: CollectOptions) -> str | None:
+    """Say what to do where the moments do not fit in the memory that is free here."""
+    scope = (options.heads, options.joint, options.layers)
+    needed = moments_bytes(source, target, *scope) if options.moments else 0
+    free = free_memory("cpu")
+    if needed <= free:
+        return None
+    return (
+        f"the moments of {options.heads} heads would take {needed / 1e9:.1f} GB, "
+        f"{free / 1e9:.1f} GB are free here; {'give fewer heads' if options.layers else TWO_PASSES}"
+    )
 
 
 def dump_bytes(
@@ -97,7 +122,8 @@ def collect_cost(
         rate: FLOP/s; measured here if not given.
     """
     (source, source_size), (target, target_size) = models
-    moments = moments_bytes(source, target, options.heads, options.joint) if options.moments else 0
+    scope = (options.heads, options.joint, options.layers)
+    moments = moments_bytes(source, target, *scope) if options.moments else 0
     dump = dump_bytes(source, target, options, shape, itemsize)
     per_row = (
         sum(2 * p * (p + q) for p, q in _group_sizes(source, target, options))
@@ -117,9 +143,12 @@ def _group_sizes(
     source: Geometry, target: Geometry, options: CollectOptions
 ) -> list[tuple[int, int]]:
     sizes = head_sizes(source, target)
+    found = groups(source, target, options.heads, options.joint)
+    if options.layers is not None:
+        found = chosen_groups(found, options.layers, sizes)
     return [
         (sum(sizes[b.side] for b in group.inputs), sum(sizes[b.side] for b in group.outputs))
-        for group in groups(source, target, options.heads, options.joint)
+        for group in found
     ]
 
 

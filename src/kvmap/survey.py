@@ -71,7 +71,8 @@ def collect_plan(
     """Return what a collection reads, keeps and takes."""
     grid = (text.sequences, text.length)
     cost = plan.collect_cost(tuple(zip(shapes, sizes, strict=True)), grid, options, itemsize)
-    moments = plan.moments_bytes(*shapes, options.heads, options.joint) if options.moments else 0
+    scope = (options.heads, options.joint, options.layers)
+    moments = plan.moments_bytes(*shapes, *scope) if options.moments else 0
     return {
         "sequences": text.sequences,
         "length": text.length,
@@ -80,6 +81,7 @@ def collect_plan(
         "joint": options.joint,
         "dump_bytes": cost.disk_bytes - moments,
         "moments_bytes": moments,
+        "too_large": plan.too_large(*shapes, options),
         "disk_bytes": cost.disk_bytes,
         "peak_bytes": cost.memory_bytes,
         "flops": cost.flops,

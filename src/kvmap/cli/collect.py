@@ -15,6 +15,7 @@ from kvmap.errors import UsageError
 
 EXAMPLES = (
     "kvmap collect tiny-m tiny-l -o m-l.calib --sequences 200 --length 512",
+    "kvmap collect tiny-m tiny-l --layers m-l.layers -o m-l.calib",
     "kvmap collect qwen3-8b qwen3-14b --dataset fineweb-edu,chats.jsonl --no-dump -n",
 )
 
@@ -35,6 +36,26 @@ def run(
         str | None,
         typer.Option(
             "--heads", metavar="all|matched", help="Moments to keep. [default: all, if they fit]"
+        ),
+    ] = None,
+    joint: Annotated[
+        bool | None,
+        typer.Option(
+            "--joint/--no-joint", help="Keys beside values, and the anchors. [default: if they fit]"
+        ),
+    ] = None,
+    layers: Annotated[
+        Path | None,
+        typer.Option(
+            "--layers", metavar="LAYERS", help="Moments of what this choice of layers reads alone."
+        ),
+    ] = None,
+    products: Annotated[
+        str | None,
+        typer.Option(
+            "--products",
+            metavar="float64|float32",
+            help="Multiply rows in; float32 is faster, to six digits. [default: float64]",
         ),
     ] = None,
     dump: Annotated[bool, typer.Option("--dump/--no-dump", help="Keep the rows.")] = True,
@@ -59,6 +80,9 @@ def run(
         stride=stride,
         held_out=held_out,
         heads=inputs.one_of("--heads", heads, "all", "matched"),
+        joint=joint,
+        layers=_chosen(layers),
+        products=inputs.one_of("--products", products, "float64", "float32"),
         dump=dump,
         moments=moments,
     )
@@ -73,6 +97,15 @@ def run(
     else:
         made, reused = _collect(out, names, text, asked, output, loading, force)
     _report(out, made, reused, time.perf_counter() - started)
+
+
+def _chosen(path: Path | None):
+    """Read which source layers each target layer reads."""
+    if path is None:
+        return None
+    from kvmap.layers import load_layers
+
+    return load_layers(path)[1]
 
 
 def _collect(out: Output, names, text, asked, output, loading, force):

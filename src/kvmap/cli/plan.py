@@ -75,7 +75,7 @@ def collect_text(cost: dict[str, Any]) -> str:
         f"  memory  {amount(cost['peak_bytes'])} at most",
         f"  work    {large(cost['flops'])}FLOP, about {duration(cost['seconds'])} here",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *([cost["too_large"]] if cost["too_large"] else [])])
 
 
 def duration(seconds: float) -> str:
