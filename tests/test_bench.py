@@ -250,6 +250,7 @@ def test_map_alone_is_timed_over_caches_of_any_length(measured, machine):
         assert one["map_seconds"] > 0
         assert one["extra_bytes"] > 0
         assert one["rounds"] == 2
+        assert one["products_share"] == one["products_seconds"] / one["map_seconds"]
 
 
 def test_stream_leaves_the_last_chunk_and_the_tail(loaded, measured):

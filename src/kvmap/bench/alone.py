@@ -11,10 +11,12 @@ import torch
 
 from kvmap.bench.clock import Clock, Round, timings
 from kvmap.bench.costs import map_cost
+from kvmap.bench.layers import products_alone
 from kvmap.bench.machine import Machine
 from kvmap.bench.memory import peak_bytes
 from kvmap.bench.pair import BenchOptions
 from kvmap.cache import KVCache
+from kvmap.columns import KINDS
 from kvmap.engine import allocate, empty_cache
 from kvmap.geometry import Geometry
 from kvmap.mapping import CacheMap
@@ -34,6 +36,10 @@ def bench_map(
 
     Args:
         dtype: Of the caches.
+
+    Returns:
+        By context; `products_seconds` are those of the map's products alone, operands ready,
+        None for a map that is more than products.
     """
     device = torch.device(machine.device)
     clock, tokens = Clock(device, options.cpu_time), max(contexts)
@@ -42,25 +48,34 @@ def bench_map(
     first = tuple(t for pair in zip(own.keys, own.values, strict=True) for t in pair)
     first = first[: 2 * cmap.options.read_layers]
     out = allocate(cmap.target.geometry, cache)
+    plain = all(layer.of(kind).plain for layer in cmap.layers if layer for kind in KINDS)
 
     def run(count: int) -> None:
         part = tuple(tensor[:, :, :count] for tensor in first) or None
         cmap.apply(cache.slice(0, count), part, out.slice(0, count))
 
     def one_round() -> Round:
-        together = min(tokens, ROUND_TOKENS)
-        return {str(n): _seconds(run, n, max(1, together // n), clock) for n in contexts}
+        seconds = {}
+        for count in contexts:
+            times = max(1, min(tokens, ROUND_TOKENS) // count)
+            seconds[f"map {count}"] = _seconds(run, count, times, clock)
+            if plain:
+                seconds[f"products {count}"] = products_alone(cmap, count, clock)
+        return seconds
 
     times = timings(one_round, options.budget * len(contexts), options.repeats)
     rows = []
     for count in contexts:
-        timing = times[str(count)]
+        timing = times[f"map {count}"]
+        alone = times[f"products {count}"].median if plain else None
         rows.append(
             {
                 "source": cmap.source.name,
                 "target": cmap.target.name,
                 "tokens": count,
                 "map_seconds": timing.median,
+                "products_seconds": alone,
+                "products_share": alone and alone / timing.median,
                 "extra_bytes": peak_bytes(lambda n=count: run(n), device),
                 "rounds": len(timing.seconds),
                 "spread": {"map": timing.to_json()},

@@ -34,16 +34,16 @@ def _outside(loaded: LoadedModel, token_ids: torch.Tensor) -> Any:
 
 def products_alone(cmap: CacheMap, tokens: int, clock: Clock) -> float:
     """Return the seconds of the map's batched products alone: operands ready, same chunks."""
-    layer = next(layer for layer in cmap.layers if layer)
-    groups, p, q = layer.key.weight.shape
-    chunk = min(tokens, PRODUCT_TOKENS)
-    x, y = (layer.key.weight.new_ones(groups, chunk, width) for width in (p, q))
     weights = [part.weight for layer in cmap.layers if layer for part in (layer.key, layer.value)]
+    groups, _, q = weights[0].shape
+    chunk = min(tokens, PRODUCT_TOKENS)
+    x = weights[0].new_ones(groups, chunk, max(weight.shape[1] for weight in weights))
+    y = weights[0].new_ones(groups, chunk, q)
 
     def run() -> None:
         for start in range(0, tokens, chunk):
             rows = min(chunk, tokens - start)
             for weight in weights:
-                torch.bmm(x[:, :rows], weight, out=y[:, :rows])
+                torch.bmm(x[:, :rows, : weight.shape[1]], weight, out=y[:, :rows])
 
     return clock.timed(run)[1]

@@ -60,15 +60,16 @@ def part_text(document: dict[str, Any], part: str) -> str:
 
 
 def _map_table(rows: list[dict[str, Any]]) -> str:
-    head = ("source", "target", "recipe", "tokens", "map ms", "µs a token", "matmul", "extra")
+    titles = ("tokens", "map ms", "µs a token", "products", "matmul", "extra")
     return table(
-        head,
+        ("source", "target", "recipe", *titles),
         [
             (
                 *_names(one),
                 one["tokens"],
                 round(one["map_seconds"] * 1e3, 1),
                 round(one["map_seconds"] * 1e6 / one["tokens"], 1),
+                _share(one["products_share"]),
                 _share(one["matmul_share"]),
                 amount(one["extra_bytes"]),
             )
