@@ -7,8 +7,9 @@ import measured
 import pytest
 from checkpoints import byte_tokenizer
 
-from kvmap import artifacts
-from kvmap.cli import report as layout
+from kvmap import artifacts, fit
+from kvmap.cli import layout
+from kvmap.cli import report as side_by_side
 from kvmap.errors import FloorMissed, UsageError
 from kvmap.evaluate import evaluation, evidence, gates, runner
 from kvmap.evaluate.arms import make_pair
@@ -28,6 +29,7 @@ ARMS = {
     "zero",
     "no_context",
 }
+OTHER = fit.describe(replace(fit.RECIPES["paper"], ridge=0.5))
 SMALL = EvaluateOptions(tasks=("text", "demo"), limit=6, lengths=(64,), diagnosed=2)
 
 
@@ -168,9 +170,17 @@ def test_reports_are_laid_out_alone_and_side_by_side(found):
     text = layout.render(found.figures)
     assert f"verdict: {found.verdict}" in text
     assert "wrong_document" in text
-    assert "undefined: the source is as good as native" in text
-    side = layout.compare([("one", found.figures), ("two", found.figures)])
-    assert side.splitlines()[0].split() == ["one", "two"]
+    assert "undefined: the source is as good as native or better" in text
+    side = side_by_side.compare([("one", found.figures), ("two", found.figures)])
+    lines = {line.split()[0]: line.split()[1:] for line in side.splitlines()}
+    assert lines["one"] == ["two"]
+    assert lines["k"] == ["1", "1"]
+    about = found.figures["about"]
+    for recipe, name in ((fit.describe(fit.RECIPES["paper"]), "paper"), (OTHER, "other")):
+        fitted = found.figures | {"about": about | {"provenance": {"recipe": recipe}}}
+        said = side_by_side.compare([("a", fitted)])
+        assert ["recipe", name] in [line.split() for line in said.splitlines()]
+    assert "verdict: not enough items: 2 documents, of which a verdict needs at least 10" in text
     assert "mapped accuracy" in side
 
 

@@ -6,8 +6,7 @@ import measured
 import pytest
 import torch
 
-from kvmap.cli import report as layout
-from kvmap.cli import show
+from kvmap.cli import layout, show
 from kvmap.evaluate import shift
 from kvmap.evaluate.evaluation import EvaluateOptions, evaluate
 from kvmap.evaluate.page import page

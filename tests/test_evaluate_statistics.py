@@ -141,6 +141,22 @@ def test_verdict(over_source, margin, units, expected):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("over_source", "margin", "telling", "units", "expected"),
+    [
+        ((0.2, 0.1, 0.3), (0.5, 0.4, 0.6), (0.6, 0.5, 0.7), 50, None),
+        ((0.2, 0.1, 0.3), (0.5, 0.4, 0.6), (0.6, 0.5, 0.7), 9, "9 documents, of which a verdict"),
+        ((None,), (0.5, 0.4, 0.6), (0.6, 0.5, 0.7), 50, "an arm has no score"),
+        ((0.2, 0.1, 0.3), (0.5, 0.4, 0.6), (0.1, -0.1, 0.3), 50, "native itself gains nothing"),
+        ((0.2, 0.1, 0.3), (0.2, -0.2, 0.6), (0.6, 0.5, 0.7), 50, "the margin over wrong_document"),
+        ((0.0, -0.3, 0.3), (0.5, 0.4, 0.6), (0.6, 0.5, 0.7), 50, "the difference from the source"),
+    ],
+)
+def test_what_is_not_enough_is_said(over_source, margin, telling, units, expected):
+    found = st.unsure(*(st.Interval(*part) for part in (over_source, margin, telling)), units)
+    assert found is None if expected is None else found.startswith(expected)
+
+
 def test_items_that_native_cannot_answer_decide_nothing():
     good = st.Interval(0.2, 0.1, 0.3)
     assert st.verdict(good, good, st.Interval(0.01, -0.05, 0.07), 50) == "not enough items"

@@ -105,6 +105,18 @@ def test_groups_split_by_labels_that_vary():
     assert mean == pytest.approx(0.8)
 
 
+def test_grid_has_depths_down_and_lengths_across():
+    labels = lambda question: {"depth": question % 2 / 2, "length": 64 * (1 + question // 2)}  # noqa: E731
+    scores = _scores(GOOD, labels=labels)
+    scores.accuracy[:, 2] = torch.tensor(
+        [float(row["depth"] == 0.5 and row["length"] == 64) for row in scores.labels]
+    )
+    found = summary.summarise(scores)["grid"]
+    assert (found["depths"], found["lengths"]) == ([0.0, 0.5], [64, 128])
+    assert found["mapped"] == [[0.0, 0.0], [1.0, 0.0]]
+    assert summary.summarise(_scores(GOOD))["grid"] is None
+
+
 def test_drift_has_the_slope_that_was_put_in():
     """Mapped is right at turns 1 and 2 and wrong at 3 and 4; native is always right."""
     records = [

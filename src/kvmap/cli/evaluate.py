@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvmap.cli import inputs, options, report
+from kvmap.cli import inputs, layout, options
 from kvmap.cli.output import Output
 from kvmap.errors import UsageError
 
@@ -153,7 +153,7 @@ def run(
     places = (source_model, target_model, device, dtype)
     if predict:
         guess = _predict(cmap, asked, places)
-        out.document({"map": str(cmap), **guess}, lambda: report.prediction(guess))
+        out.document({"map": str(cmap), **guess}, lambda: layout.prediction(guess))
         return
     found = _evaluate(out, cmap, asked, places)
     if output is not None:
@@ -163,7 +163,7 @@ def run(
     if sign:
         out.note(f"signed: {evidence.sign(cmap, found, output)}")
     written = {"map": str(cmap), "report": None if output is None else str(output)}
-    out.document(found.figures | written, lambda: report.render(found.figures))
+    out.document(found.figures | written, lambda: layout.render(found.figures))
     enforce(found.figures, gates)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvmap.cli import options, report
+from kvmap.cli import layout, options
 from kvmap.cli.output import Output, amount, figure, heat, table
 
 EXAMPLES = ("kvmap show m-l.map", "kvmap show m-l.layers --json")
@@ -91,7 +91,7 @@ def _parts(found: dict[str, Any], colour: bool) -> list[str]:
     if "evidence" in found:
         parts += [predicted(found["r2"]), evidence(found["evidence"])]
     if "figures" in found:
-        parts.append(report.render(found["figures"]))
+        parts.append(layout.render(found["figures"]))
     elif found.get("tensors"):
         shapes = [(name, "×".join(map(str, shape))) for name, shape in found["tensors"].items()]
         parts.append(table(("tensor", "shape"), shapes))
@@ -141,9 +141,9 @@ def evidence(found: dict[str, Any]) -> str:
     for name in ("retention", "gap_recovered", "margin"):
         label = f"margin over {found['margin_control']}" if name == "margin" else name
         why = found["undefined"].get(name)
-        value = report.spread(found[name], found["intervals"][name])
+        value = layout.spread(found[name], found["intervals"][name])
         lines.append(f"  {label.replace('_', ' ')} {f'undefined: {why}' if why else value}")
-    lines += [f"  {line}" for line in filter(None, [report.cosine(found["cosine"])])]
+    lines += [f"  {line}" for line in filter(None, [layout.cosine(found["cosine"])])]
     sources = {"file": found["report_file_sha256"], "figures": found["figures_sha256"]}
     said = ", ".join(f"{name} sha256 {digest}" for name, digest in sources.items() if digest)
     return "\n".join([*lines, f"  report: {said}"])

@@ -1,9 +1,9 @@
 """A conversation handed back and forth: the target answers one turn, the source the next.
 
 Both keep a cache of everything said. What one of them reads natively, its own answer
-included, is mapped into the other's cache by the map of that direction, at its positions; so
-a token is read once, by whoever had the turn. Beside it stands the same alternation in which
-both read everything themselves.
+included, is handed to the other by the map of that direction, at its positions: mapped, but
+for the last tokens, which the other runs itself as in any handoff. Beside it stands the same
+alternation in which both read everything themselves.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvmap.cache import KVCache, concat
 from kvmap.evaluate.arms import Pair
 from kvmap.evaluate.items import Item, Task, encode
 from kvmap.evaluate.scoring import Answer, ask
-from kvmap.handoff import handoff, map_middle
+from kvmap.handoff import handoff, map_middle, tail_length
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
@@ -47,7 +48,7 @@ def alternate(pair: Pair, item: Item, task: Task) -> dict[str, list[Answer]]:
 def _talk(
     sides: tuple[_Side, _Side], caches: list[KVCache], item: Item, task: Task, carry: bool
 ) -> list[Answer]:
-    """Ask turn by turn; `carry` maps each turn to the listener, who else reads it natively."""
+    """Ask turn by turn; `carry` hands each turn to the listener, who else reads it natively."""
     answers = []
     for number, probe in enumerate(item.probes):
         speaker = number % 2
@@ -57,13 +58,20 @@ def _talk(
         if task.history == "own":
             said = encode(reader.tokenizer, f" {answer.text}")
         turn = torch.tensor([probe.prompt + said + probe.closing])
-        before = caches[speaker].tokens
         caches[speaker] = prefill(reader, turn, past=caches[speaker])[0]
+        heard = caches[listener]
         if carry:
-            new = caches[speaker].slice(before, caches[speaker].tokens)
-            mapped = map_middle(sides[listener].cmap, sides[listener].loaded, new)
-            caches[listener] = concat(caches[listener], mapped)
-        else:
-            caches[listener] = prefill(sides[listener].loaded, turn, past=caches[listener])[0]
+            heard, turn = _carry(sides[listener], heard, caches[speaker], turn)
+        caches[listener] = prefill(sides[listener].loaded, turn, past=heard)[0]
         answers.append(answer)
     return answers
+
+
+def _carry(side: _Side, heard: KVCache, spoken: KVCache, turn: Tensor) -> tuple[KVCache, Tensor]:
+    """Map what was said since a listener last read, but for the tail: return it and the tail."""
+    tail = min(tail_length(side.cmap.options.native_tail, spoken.tokens), turn.shape[1])
+    start, stop = heard.tokens, spoken.tokens - tail
+    if stop > start:
+        mapped = map_middle(side.cmap, side.loaded, spoken.slice(start, stop), past=heard)
+        heard = concat(heard, mapped)
+    return heard, turn[:, turn.shape[1] - tail :]

@@ -202,6 +202,7 @@ def about(cmap: CacheMap, options: EvaluateOptions) -> dict[str, Any]:
         "map_sha256": map_digest(cmap),
         "source": cmap.source.name,
         "target": cmap.target.name,
+        "k": max((len(layer.source_layers) for layer in cmap.layers if layer), default=0),
         "map_options": asdict(cmap.options) | {"assignment": list(cmap.options.assignment)},
         "provenance": cmap.provenance,
         "options": options.to_json(),

@@ -18,6 +18,7 @@ from kvmap.geometry import json_digest
 
 FIGURES = (
     "verdict",
+    "unsure",
     "score",
     "retention",
     "gap_recovered",

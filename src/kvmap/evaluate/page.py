@@ -28,7 +28,8 @@ def page(report: Report) -> str:
     count = f"{figures['n']} questions on {figures['documents']} documents; intervals 95 %"
     body = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="verdict">{escape(figures["verdict"])}</p><p>{escape(count)}</p>',
+        f'<p class="verdict">{escape(figures["verdict"])}</p>',
+        *(f"<p>{escape(line)}</p>" for line in filter(None, (figures["unsure"], count))),
         _arms(figures),
         _ratios(figures),
         *pictures(report),

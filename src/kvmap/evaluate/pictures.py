@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator
 from html import escape
 from typing import Any
@@ -44,8 +45,8 @@ def _draw(report: Report) -> Iterator[str]:
     for name, task in figures["tasks"].items():
         if "turn" in task["by"]:
             yield f"<h2>{escape(name)} by turn</h2>" + _curves(task["by"]["turn"])
-        if {"depth", "length"} <= set(report.labels[name][0]):
-            yield f"<h2>{escape(name)}: mapped, by depth and length</h2>" + _grid(report, name)
+        if task["grid"]:
+            yield f"<h2>{escape(name)}: mapped, by depth and length</h2>" + _grid(task["grid"])
 
 
 def _range(tables: dict[str, Tensor]) -> tuple[float, float]:
@@ -101,15 +102,10 @@ def _curves(by_turn: dict[str, Any]) -> str:
     return _svg(draw)
 
 
-def _grid(report: Report, task: str) -> str:
+def _grid(found: dict[str, Any]) -> str:
     """Draw the mapped arm's accuracy over depth and length."""
-    right = report.tensors[f"tasks.{task}.accuracy.mapped"].tolist()
-    cells: dict[tuple[float, float], list[float]] = {}
-    for labels, value in zip(report.labels[task], right, strict=True):
-        cells.setdefault((labels["length"], labels["depth"]), []).append(value)
-    lengths, depths = (sorted({cell[i] for cell in cells}) for i in (0, 1))
-    mean = lambda values: sum(values) / len(values) if values else float("nan")  # noqa: E731
-    table = [[mean(cells.get((length, depth), [])) for length in lengths] for depth in depths]
+    lengths, depths = found["lengths"], found["depths"]
+    table = [[math.nan if cell is None else cell for cell in row] for row in found["mapped"]]
 
     def draw(axes: Any) -> None:
         picture = axes[0].imshow(table, aspect="auto", vmin=0, vmax=1)

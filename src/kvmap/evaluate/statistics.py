@@ -175,3 +175,17 @@ def verdict(over_source: Interval, margin: Interval, telling: Interval, units: i
     if over_source.upper < 0:
         return "worse than source"
     return "no better than source" if over_source.half_width <= RESOLUTION else "not enough items"
+
+
+def unsure(over_source: Interval, margin: Interval, telling: Interval, units: int) -> str | None:
+    """Say what a verdict of "not enough items" lacks; None for any other. See `verdict`."""
+    if verdict(over_source, margin, telling, units) != "not enough items":
+        return None
+    if units < MINIMUM_UNITS:
+        return f"{units} documents, of which a verdict needs at least {MINIMUM_UNITS}"
+    if None in (over_source.lower, margin.lower, telling.lower):
+        return "an arm has no score"
+    if telling.lower <= 0:
+        return "native itself gains nothing for sure from the right document"
+    what = "margin over wrong_document" if margin.lower <= 0 else "difference from the source"
+    return f"the {what} is not known to ±{RESOLUTION:g}"

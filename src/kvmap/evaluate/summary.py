@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvmap import metrics
-from kvmap.evaluate import drift, statistics
+from kvmap.evaluate import drift, grid, statistics
 from kvmap.evaluate.arms import CONTROLS
 from kvmap.evaluate.scores import Scores, has_accuracy
 from kvmap.evaluate.statistics import Interval, ends
@@ -31,6 +31,7 @@ def summarise(scores: Scores, seed: int = 0) -> dict[str, Any]:
     return figures | {
         "chance": scores.chance,
         "by": _groups(scores),
+        "grid": grid.grid(scores),
         "drift": drift.drift(scores, seed),
     }
 
@@ -105,6 +106,7 @@ def _figures(samples: Samples, chance: float | None, documents: int, score: str)
         "documents": documents,
         "score": score,
         "verdict": statistics.verdict(over_source, wrong, telling, documents),
+        "unsure": statistics.unsure(over_source, wrong, telling, documents),
         "undefined": _undefined(intervals),
     }
 
@@ -153,8 +155,10 @@ def _test(difference: Tensor) -> dict[str, Any]:
 
 
 def _undefined(intervals: dict[str, Interval]) -> dict[str, str]:
+    no_gap = "the source is as good as native or better, within the interval: there is no gap"
     reasons = {
-        "gap_recovered": "the source is as good as native within the interval: there is no gap",
+        "gap_recovered": no_gap,
+        "gap_recovered_nll": no_gap,
         "retention": "native scores nothing to retain, or nothing can be right or wrong here",
         "floor_normalised_retention": "native is no better than chance, or chance is not known",
     }
