@@ -1,4 +1,4 @@
-"""Where a mapped cache goes blind: accuracy by depth and length of context, by arm."""
+"""Where a mapped cache goes blind: accuracy by depth and by length of context."""
 
 from __future__ import annotations
 
