@@ -1,5 +1,6 @@
 """Arms on planted pairs, where the right map is known."""
 
+import copy
 from dataclasses import replace
 
 import measured
@@ -9,7 +10,8 @@ import torch
 from kvmap.evaluate import arms, controls, runner, summary
 from kvmap.evaluate.items import Item, Probe, wrong_context
 from kvmap.mapping import Affine, MapOptions
-from kvmap.models import prefill
+from kvmap.models import Checkpoint, prefill
+from kvmap.models.load import wrap
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,30 @@ def test_right_map_is_native_and_controls_are_not(scores):
 
 def test_source_computes_the_same_function(scores):
     assert torch.allclose(scores.column("nll", "source"), scores.column("nll", "native"), atol=1e-4)
-    assert summary.summarise(scores)["gap_recovered"] is None
+    figures = summary.summarise(scores)
+    assert figures["gap_recovered"] is None
+    assert "as good as native" in figures["undefined"]["gap_recovered"]
+
+
+def test_right_map_recovers_the_whole_gap_to_a_source_that_reads_well_but_cannot_speak(twin, task):
+    """The twin's source keeps its cache and has another head: there is a gap by construction."""
+    cmap, source, target = twin
+    model = copy.deepcopy(source.model)
+    model.lm_head.weight = torch.nn.Parameter(source.model.lm_head.weight.roll(7, 0))
+    mute = wrap(model, source.tokenizer, Checkpoint("mute", "planted"))
+    handicapped = replace(cmap, source=mute.signature)
+    pair = arms.make_pair(handicapped, mute, target, task.items[0].context)
+    scores = runner.run_task(pair, task)
+    for measure, tolerance in (("accuracy", 0), ("nll", 1e-4), ("top1", 0)):
+        mapped, native = (scores.column(measure, arm) for arm in ("mapped", "native"))
+        assert torch.allclose(mapped, native, atol=tolerance, rtol=0)
+    figures = summary.summarise(scores)
+    assert figures["arms"]["source"]["accuracy"] < 0.5
+    assert figures["gap_recovered"] == pytest.approx(1)
+    assert figures["intervals"]["gap_recovered"] == pytest.approx([1, 1])
+    assert figures["verdict"] == "recovers"
+    for control in ("random_map", "wrong_document", "zero", "no_context"):
+        assert figures["arms"][control]["accuracy"] < 0.5
 
 
 def test_map_that_ignores_its_input_is_called_content_free(twin, task):
