@@ -1,10 +1,12 @@
 """Measure the mapping engine on a GPU at published shapes: 32,768 tokens, Qwen3 14B to 32B.
 
     python examples/bench_gpu.py [--pair qwen3-14b,qwen3-32b] [--tokens 32768] [--rounds 20]
+        [--tiles 128x32x8x3,128x64x8x2,64x64x4x3]
 
 Prints one JSON line per recipe: median and p95 of the map by the plain engine and by the fused
-kernel (needs triton), the largest difference between the two, FLOPs, bytes, and the shares of
-this GPU's measured peaks. Weights are random; nothing is downloaded. Models are not built: the
+kernel (needs triton) with each tile (tokens x planes x warps x stages; the first is the
+default), the largest difference between the two, FLOPs, bytes, and the shares of this GPU's
+measured peaks. Weights are random; nothing is downloaded. Models are not built: the
 prefill to compare with comes from
 
     kvmap bench --pair qwen3-14b,qwen3-32b --random-weights --recipe cachebridge --context 32768
@@ -57,10 +59,13 @@ def main() -> None:
     parser.add_argument("--pair", default="qwen3-14b,qwen3-32b")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--recipes", default="cachebridge,paper")
+    parser.add_argument("--recipes", default="cachebridge,kvmap-matched,paper")
+    parser.add_argument("--tiles", default="128x32x8x3,128x64x8x2,64x64x4x3,128x32x4x3")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here; this script measures nothing else")
+    from kvmap.engine.fused import Tile  # which needs triton
+
     device = torch.device("cuda")
     clock = Clock(device)
     machine = measure_machine(clock, torch.bfloat16)
@@ -70,15 +75,19 @@ def main() -> None:
         cmap = random_map(sides, recipe(name), device, torch.bfloat16)
         plain, fused = (engine.allocate(cmap.target.geometry, cache) for _ in range(2))
         report = {"recipe": name, "tokens": asked.tokens, "machine": machine.to_json()}
-        for label, wanted, out in (("plain", "0", plain), ("fused", "1", fused)):
-            os.environ["KVMAP_TRITON"] = wanted
-            timing = measured(lambda c=cmap, o=out: c.apply(cache, out=o), asked.rounds, clock)
+        first = tuple(torch.randn_like(plain.keys[0]) for _ in range(2))
+        for label in ("plain", *asked.tiles.split(",")):
+            os.environ["KVMAP_TRITON"] = "0" if label == "plain" else "1"
+            if label != "plain":
+                tile = Tile(*map(int, label.split("x")))
+                Tile.of = lambda *_, tile=tile: tile
+            out = plain if label == "plain" else fused
+            run = lambda c=cmap, o=out, f=first: c.apply(cache, f, o)  # noqa: E731
+            timing = measured(run, asked.rounds, clock)
             report[label] = timing.to_json() | map_cost(cmap, asked.tokens, 2).shares(
                 timing.median, machine
             )
-            report[label]["extra_bytes"] = peak_bytes(
-                lambda c=cmap, o=out: c.apply(cache, out=o), device
-            )
+            report[label]["extra_bytes"] = peak_bytes(run, device)
         report["largest_difference"] = max(
             (a.float() - b.float()).abs().max().item()
             for a, b in zip((*plain.keys, *plain.values), (*fused.keys, *fused.values), strict=True)
