@@ -1,9 +1,11 @@
 """Made-up cache entries of two models, in the package's shapes and as plain matrices."""
 
+import itertools
+
 import numpy as np
 import torch
 
-from kvmap.columns import KINDS, Block, groups, head_sizes
+from kvmap.columns import BACK, KINDS, Block, groups, head_sizes
 from kvmap.geometry import Geometry, RopeTable
 from kvmap.moments import Moments, Rows
 
@@ -41,10 +43,10 @@ def noise(count: int, source=SOURCE, target=TARGET, seed: int = 0, mean: float =
             size = (shape.layers, count, shape.kv_heads, shape.head_size)
             drawn = torch.randn(size, generator=generator, dtype=torch.float64) + mean
             entries[side, kind] = tuple(drawn.float())
-    for kind in KINDS:
-        size = (count, target.kv_heads, target.head_size)
+    for side, kind in itertools.product(BACK, KINDS):
+        size = (count, source.kv_heads, source.head_size)
         drawn = torch.randn(size, generator=generator, dtype=torch.float64) + mean
-        entries["before", kind] = (drawn.float(),)
+        entries[side, kind] = (drawn.float(),)
     return Rows(entries)
 
 

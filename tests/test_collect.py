@@ -8,6 +8,7 @@ import signal
 import stat
 import warnings
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import oracles
@@ -18,7 +19,7 @@ from conftest import token_ids
 from kvmap import collect as module
 from kvmap.calibration import Calibration
 from kvmap.collect import CollectOptions, clear, collect, held_out_mask
-from kvmap.columns import Block
+from kvmap.columns import BACK, Block
 from kvmap.errors import UsageError
 from kvmap.fit import recipe, with_assignment
 from kvmap.fit.closed_form import regressions
@@ -474,14 +475,13 @@ def test_merge_does_not_write_among_other_files(halves, tmp_path):
         merge(halves(), tmp_path / "ab")
 
 
-def test_the_target_keeps_its_first_layer_of_the_token_before(run, native_rows, tmp_path):
-    """Layer 0 one token late, zeros ahead of the first; what the second anchor reads."""
-    made = run(tmp_path / "c")
-    shards = list(made.shards())
-    for kind in ("key", "value"):
-        found = torch.cat([rows.entries["before", kind][0] for rows, *_ in shards]).flatten(1)
-        expected = native_rows["target", kind][0]
-        late = np.pad(expected, ((0, 0), (1, 0), (0, 0)))[:, :-1][:, ::STRIDE]
+def test_the_source_keeps_its_first_layer_of_the_tokens_before(run, native_rows, tmp_path):
+    """Layer 0 some tokens late, zeros ahead of the first."""
+    shards = list(run(tmp_path / "c").shards())
+    for (back, side), kind in product(enumerate(BACK, 1), ("key", "value")):
+        found = torch.cat([rows.entries[side, kind][0] for rows, *_ in shards]).flatten(1)
+        expected = native_rows["source", kind][0]
+        late = np.pad(expected, ((0, 0), (back, 0), (0, 0)))[:, :-back][:, ::STRIDE]
         np.testing.assert_allclose(found.numpy(), late.reshape(len(found), -1), atol=2e-5)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from test_geometry import GEOMETRY
 
-from kvmap.columns import Block, groups, head_assignment
+from kvmap.columns import BACK, Block, groups, head_assignment
 
 SOURCE = dataclasses.replace(GEOMETRY, layers=2, kv_heads=2, rope=(None,) * 2)
 TARGET = dataclasses.replace(GEOMETRY, layers=3, kv_heads=4, rope=(None,) * 3)
@@ -41,13 +41,14 @@ def test_all_heads_keep_keys_and_values_apart():
 
 
 def test_joint_keeps_both_kinds_and_the_anchor_beside_each_other():
-    """The anchor is the target's own layer 0, which it has exactly and cheaply, of two tokens."""
+    """The anchor is the target's own layer 0, which it has exactly and cheaply."""
     (both,) = groups(SOURCE, TARGET, "all", joint=True)
     inputs, outputs = blocks_of(both)
     assert outputs == every(TARGET, "target", "key") | every(TARGET, "target", "value")
     anchors = {block for block in outputs if block.layer == 0}
-    anchors |= {Block("before", block.kind, 0, block.head) for block in anchors}
-    assert inputs == every(SOURCE, "source", "key") | every(SOURCE, "source", "value") | anchors
+    own = every(SOURCE, "source", "key") | every(SOURCE, "source", "value")
+    back = {Block(side, b.kind, 0, b.head) for side in BACK for b in own if b.layer == 0}
+    assert inputs == own | anchors | back
 
 
 @pytest.mark.parametrize("joint", [False, True])

@@ -25,14 +25,10 @@ SHAPES = {
 # Neighbours, neighbours among the layers that are read at all, and scattered ones.
 CHOICES = ((0, 1), (1, 3), (0, 4))
 COMBINATIONS = [
-    MapOptions(
-        heads=heads,
-        joint=joint,
-        anchor=anchors > 0,
-        anchor_before=anchors > 1,
-        exact_first=anchors > 0,
+    MapOptions(heads=heads, joint=joint, anchor=anchor, exact_first=anchor, lookback=lookback)
+    for heads, joint, (anchor, lookback) in itertools.product(
+        ("all", "matched"), (False, True), ((False, 0), (True, 0), (True, 2))
     )
-    for heads, joint, anchors in itertools.product(("all", "matched"), (False, True), (0, 1, 2))
 ]
 
 
@@ -102,16 +98,21 @@ def expected(cmap, cache, first, index, kind):
     anchors = []
     if options.anchor:
         anchors = [turned(first[0], positions, target.rope[0], -1), first[1].double()]
-    if options.anchors > 1:
-        anchors += [torch.nn.functional.pad(anchor, (0, 0, 1, -1)) for anchor in anchors]
+    first = [turned(cache.keys[0], positions, source.rope[0], -1), cache.values[0].double()]
+    back = [
+        torch.nn.functional.pad(tensor, (0, 0, late, -late))
+        for late in range(1, options.lookback + 1)
+        for tensor in first
+    ]
     made = []
     for head in range(target.kv_heads):
         if options.heads == "matched":
             read = [part[:, options.assignment[head]] for part in parts]
             read += [anchor[:, head] for anchor in anchors]
+            read += [part[:, options.assignment[head]] for part in back]
             x, group, out = torch.cat(read, -1), head, slice(None)
         else:
-            x = torch.cat([t.transpose(1, 2).flatten(2) for t in (*parts, *anchors)], -1)
+            x = torch.cat([t.transpose(1, 2).flatten(2) for t in (*parts, *anchors, *back)], -1)
             group, out = 0, slice(head * target.head_size, (head + 1) * target.head_size)
         affine = layer.of(kind)
         y = (
@@ -220,22 +221,29 @@ def test_memory_beside_the_caches_is_bounded_and_does_not_grow_with_tokens(monke
 
 @pytest.mark.parametrize("heads", ["all", "matched"])
 def test_what_stands_before_a_part_of_a_context_is_read(heads):
-    """A part mapped after another equals its share of the whole; without the token before, not."""
-    options = MapOptions(heads=heads, anchor=True, anchor_before=True, exact_first=True)
-    cmap = made(SHAPES["as many heads"], options)
+    """A part mapped after others equals its share of the whole; blind to them, it does not."""
+    cmap = made(SHAPES["as many heads"], MapOptions(heads=heads, lookback=3))
     cache = drawn(cmap.source.geometry)
-    own = drawn(cmap.target.geometry, seed=2)
-    first = (own.keys[0], own.values[0])
-    rest = tuple(tensor[:, :, 4:] for tensor in first)
-    before = tuple(tensor[:, :, 3:4] for tensor in first)
-    # Step by step: a part does not know at which other position the token before might stand.
-    steady = cache.positions[:, :1] + torch.arange(cache.tokens)
-    cache = KVCache(cache.keys, cache.values, steady)
-    whole = cmap.apply(cache, first)
-    part = cmap.apply(cache.slice(4, cache.tokens), rest, before=before)
-    blind = cmap.apply(cache.slice(4, cache.tokens), rest)
-    for layer in (1, 2):
-        torch.testing.assert_close(part.keys[layer], whole.keys[layer][:, :, 4:])
-        torch.testing.assert_close(part.values[layer], whole.values[layer][:, :, 4:])
-        assert not torch.allclose(blind.values[layer][:, :, 0], whole.values[layer][:, :, 4])
-        torch.testing.assert_close(blind.values[layer][:, :, 1:], whole.values[layer][:, :, 5:])
+    whole = cmap.apply(cache)
+    for start in (1, 2, 5):
+        rest = cache.slice(start, cache.tokens)
+        part, blind = cmap.apply(rest, before=cache.slice(0, start)), cmap.apply(rest)
+        for layer in range(3):
+            torch.testing.assert_close(part.keys[layer], whole.keys[layer][:, :, start:])
+            torch.testing.assert_close(part.values[layer], whole.values[layer][:, :, start:])
+            seen, unseen = (made.values[layer][:, :, 0] for made in (part, blind))
+            assert not torch.allclose(seen, unseen)
+            later = whole.values[layer][:, :, start + 3 :]
+            torch.testing.assert_close(blind.values[layer][:, :, 3:], later)
+
+
+def test_padding_is_not_looked_back_to():
+    """After padding a text maps to what it maps to from its own beginning."""
+    cmap = made(SHAPES["fewer heads"], MapOptions(lookback=2, joint=True))
+    cache = drawn(cmap.source.geometry, batch=1)
+    mask = torch.arange(cache.tokens)[None] >= 4
+    padded = cmap.apply(KVCache(cache.keys, cache.values, cache.positions, mask=mask))
+    text = cmap.apply(cache.slice(4, cache.tokens))
+    for layer in range(3):
+        torch.testing.assert_close(padded.keys[layer][:, :, 4:], text.keys[layer])
+        torch.testing.assert_close(padded.values[layer][:, :, 4:], text.values[layer])

@@ -59,7 +59,7 @@ def test_white_coordinates_stand_for_the_same_map(start):
 def test_polish_lowers_the_held_out_divergence(start, tmp_path):
     models, cmap, sequences, splits = start
     made = polish(cmap, models, sequences, splits, OPTIONS)
-    assert min(made.history.values()) < 0.9 * made.history[0]
+    assert min(made.history.values()) < 0.95 * made.history[0]
     assert made.cmap.parameters == cmap.parameters
     again = CacheMap.load(made.cmap.save(tmp_path / "polished"))
     given = continuation.lesson(again, models, sequences[1][:4], 8)

@@ -10,7 +10,7 @@ from conftest import token_ids
 from kvmap import fit
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe
-from kvmap.handoff import check_pair, handoff, tail_length
+from kvmap.handoff import check_pair, handoff
 from kvmap.mapping import Affine, CacheMap, LayerMap, MapOptions
 from kvmap.models import continue_logits, generate, prefill, to_dynamic_cache
 from kvmap.pipeline import fit_map, select_layers, splits
@@ -183,16 +183,20 @@ def test_native_head_is_exact(loaded, native, head):
         assert (found[:, :, head:-1] - expected[:, :, head:-1]).abs().max() > 0.5
 
 
-@pytest.mark.parametrize(("asked", "tokens", "given"), [(1, 40, 1), (3, 60, 3), (64, 100, 5)])
-def test_native_tail_runs_over_the_mapped_cache(loaded, asked, tokens, given):
+@pytest.mark.parametrize(
+    ("asked", "share", "tokens", "given"),
+    [(1, 0.05, 40, 1), (3, 0.05, 60, 3), (64, 0.05, 100, 5), (64, 1.0, 100, 64)],
+)
+def test_native_tail_runs_over_the_mapped_cache(loaded, asked, share, tokens, given):
     """Exact where the map is: its own layer 0 depends on nothing before it.
 
-    A tail is at least one token and at most a twentieth of the context.
+    A tail is at least one token, and at most a share of the context.
     """
-    assert tail_length(asked, tokens) == given
+    parts = {"native_tail": asked, "tail_share": share}
+    assert MapOptions(**parts).tail_length(tokens) == given
     model, ids = loaded("qwen3_small"), token_ids(2, tokens)
     own, _ = prefill(model, ids)
-    spoilt = handoff(broken(model, native_tail=asked), model, own, ids).cache
+    spoilt = handoff(broken(model, **parts), model, own, ids).cache
     wrong = (spoilt.values[0] - own.values[0]).abs().amax((0, 1, 3)) > 1e-3
     assert wrong.tolist() == [True] * (tokens - given) + [False] * given
     assert (spoilt.values[2][:, :, -1] - own.values[2][:, :, -1]).abs().max() > 0.1

@@ -15,6 +15,7 @@ from kvmap import artifacts, atomic, header
 from kvmap.calibration import Calibration, load_rows
 from kvmap.cli import app as command
 from kvmap.collect import CollectOptions, clear
+from kvmap.columns import BACK, KINDS
 from kvmap.errors import KvmapError, UsageError
 from kvmap.evaluate.journal import Journal
 from kvmap.evaluate.report import Report
@@ -92,9 +93,6 @@ def test_a_choice_of_layers_that_is_none_is_refused(change, tmp_path):
         load_layers(tmp_path / "bad")
 
 
-KINDS = ("key", "value")
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -164,7 +162,7 @@ def test_an_index_that_is_none_or_names_files_elsewhere_is_refused(change, tmp_p
 
 def dump(path, model, rows=3, heads=2):
     entries = [f"{kind}.{layer}" for layer in range(2) for kind in KINDS]
-    entries += [f"before.{kind}" for kind in KINDS]
+    entries += [f"{side}.{kind}" for side in BACK for kind in KINDS]
     tensors = {name: torch.zeros(rows, heads, 4) for name in entries}
     tensors |= {name: torch.arange(rows) for name in ("position", "sequence")}
     return artifacts.write(path, "dump", tensors, {"model": model.to_json()})

@@ -128,10 +128,10 @@ def test_chunks_join_without_a_seam(launched, monkeypatch, options):
 
 
 def test_what_stands_before_is_read_like_in_the_plain_engine(launched, monkeypatch):
-    options = MapOptions(heads="matched", anchor=True, anchor_before=True, exact_first=True)
+    options = MapOptions(heads="matched", lookback=3)
     pair = shapes("more heads")
     cmap, cache = made(pair, options), drawn(pair[0], tokens=20, batch=1)
-    before = tuple(drawn(pair[1], 1, 1, seed=5).keys[:2])
+    before = drawn(pair[0], 2, 1, seed=5)
     fused_out, _ = applied(cmap, cache, before=before)
     monkeypatch.setenv("KVMAP_TRITON", "0")
     plain, _ = applied(cmap, cache, before=before)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvmap import artifacts, header
 from kvmap.chosen import Layers, chosen_groups
-from kvmap.columns import KINDS, groups, head_sizes
+from kvmap.columns import BACK, KINDS, groups, head_sizes
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, Signature, json_digest
 from kvmap.moments import ACCUMULATE, Moments, Rows
@@ -160,14 +160,15 @@ def _head_rows(
     artifact: artifacts.Artifact, members: Tensor, geometries: tuple[Geometry, Geometry]
 ) -> Rows:
     source, target = geometries
-    sides = (("source", source, source.layers), ("target", target, target.layers))
+    sides = [("source", source, source.layers), ("target", target, target.layers)]
+    sides += [(side, source, 1) for side in BACK]
     return Rows(
         {
             (side, kind): tuple(
                 _entries(artifact, f"{side}.{kind}.{layer}", len(members), geometry)[members]
                 for layer in range(layers)
             )
-            for side, geometry, layers in (*sides, ("before", target, 1))
+            for side, geometry, layers in sides
             for kind in KINDS
         }
     )
@@ -257,9 +258,10 @@ def load_rows(
                 )
                 for at in range(expected.geometry.layers)
             )
-    count, geometry = len(opened["target"].tensor("position")), models[1].geometry
-    for kind in KINDS:
-        entries["before", kind] = (_entries(opened["target"], f"before.{kind}", count, geometry),)
+    count, geometry = len(opened["source"].tensor("position")), models[0].geometry
+    for side in BACK:
+        for kind in KINDS:
+            entries[side, kind] = (_entries(opened["source"], f"{side}.{kind}", count, geometry),)
     places = {side: (a.tensor("position"), a.tensor("sequence")) for side, a in opened.items()}
     if not all(torch.equal(*pair) for pair in zip(places["source"], places["target"], strict=True)):
         raise UsageError(f"{source} and {target} hold different tokens; run `kvmap collect` again")

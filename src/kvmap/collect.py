@@ -33,7 +33,7 @@ from kvmap.calibration import (
     save_moments,
     scope_of,
 )
-from kvmap.columns import KINDS
+from kvmap.columns import BACK, KINDS, LOOKBACK
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest, pairing_problems
 from kvmap.models import LoadedModel, prefill
@@ -296,7 +296,7 @@ class _Run:
             return
         loaded = self.models.open(side)
         batches = [
-            _content(loaded, self.token_ids[batch], self.options.stride, side == 1)
+            _content(loaded, self.token_ids[batch], self.options.stride, LOOKBACK * (side == 0))
             for batch in self._batches(shard)
         ]
         tensors = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -404,12 +404,12 @@ class _Run:
 
 
 def _content(
-    loaded: LoadedModel, token_ids: Tensor, stride: int, before: bool
+    loaded: LoadedModel, token_ids: Tensor, stride: int, lookback: int
 ) -> dict[str, Tensor]:
     """Return content keys and values [B·T/stride, H, D] per layer, and positions.
 
     Args:
-        before: Add layer 0 of the token before each; zeros where there is none.
+        lookback: Add layer 0 of that many tokens before each; zeros where there is none.
     """
     cache, _ = prefill(loaded, token_ids)
     kept = torch.arange(0, token_ids.shape[1], stride, device=loaded.device)
@@ -422,12 +422,12 @@ def _content(
         values = cache.values[layer][:, :, kept.to(place)]
         for kind, tensor in (("key", keys), ("value", values)):
             found[f"{kind}.{layer}"] = _as_rows(tensor, loaded.dtype)
-    if before:
-        table = loaded.signature.geometry.rope[0]
-        first = (strip(cache.keys[0], cache.positions, table), cache.values[0])
+    table = loaded.signature.geometry.rope[0]
+    first = (strip(cache.keys[0], cache.positions, table), cache.values[0])
+    for back, side in enumerate(BACK[:lookback], 1):
         for kind, tensor in zip(KINDS, first, strict=True):
-            shifted = pad(tensor, (0, 0, 1, -1))[:, :, kept.to(tensor.device)]
-            found[f"before.{kind}"] = _as_rows(shifted, loaded.dtype)
+            late = pad(tensor, (0, 0, back, -back))[:, :, kept.to(tensor.device)]
+            found[f"{side}.{kind}"] = _as_rows(late, loaded.dtype)
     return found
 
 

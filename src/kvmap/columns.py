@@ -14,14 +14,17 @@ from dataclasses import dataclass, replace
 from kvmap.geometry import Geometry
 
 KINDS = ("key", "value")
+# How many tokens back a regression may look, and the sides of a row that hold what it sees.
+LOOKBACK = 3
+BACK = tuple(f"back{tokens}" for tokens in range(1, LOOKBACK + 1))
 
 
 @dataclass(frozen=True, order=True)
 class Block:
     """D columns of one token's row.
 
-    `side` is "source", "target", or "before": the target's, of the token before. `kind` is
-    "key" (content space) or "value".
+    `side` is "source", "target", or "back1" and so on: the source's, of a token before. `kind`
+    is "key" (content space) or "value".
     """
 
     side: str
@@ -41,7 +44,8 @@ class Group:
 
 def head_sizes(source: Geometry, target: Geometry) -> dict[str, int]:
     """Return the columns D of a block by its side."""
-    return {"source": source.head_size, "target": target.head_size, "before": target.head_size}
+    of_source = dict.fromkeys(("source", *BACK), source.head_size)
+    return of_source | {"target": target.head_size}
 
 
 def head_assignment(source_heads: int, target_heads: int) -> tuple[int, ...]:
@@ -63,8 +67,8 @@ def groups(source: Geometry, target: Geometry, heads: str, joint: bool) -> tuple
 
     Args:
         heads: "all" or "matched".
-        joint: Keep keys beside values, and the target's layer 0 (the anchor), of the token and
-            of the one before, beside both.
+        joint: Keep keys beside values, and beside both the target's layer 0 (the anchor) and
+            the source's layer 0 of the tokens before.
     """
     if heads == "all":
         return tuple(_head_groups(source, target, None, None, joint, "all"))
@@ -79,6 +83,8 @@ def _head_groups(source, target, source_heads, target_heads, joint, name) -> Ite
     for subset in kinds:
         inputs = [b for kind in subset for b in blocks(source, "source", kind, source_heads)]
         outputs = [b for kind in subset for b in blocks(target, "target", kind, target_heads)]
-        anchors = [b for b in outputs if b.layer == 0] if joint else []
-        anchors += [replace(block, side="before") for block in anchors]
-        yield Group(name if joint else f"{name}.{subset[0]}", (*inputs, *anchors), tuple(outputs))
+        if joint:
+            first = [block for block in inputs if block.layer == 0]
+            inputs += [block for block in outputs if block.layer == 0]
+            inputs += [replace(block, side=side) for side in BACK for block in first]
+        yield Group(name if joint else f"{name}.{subset[0]}", tuple(inputs), tuple(outputs))

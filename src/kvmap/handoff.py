@@ -19,9 +19,6 @@ from kvmap.errors import UsageError
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, lowest_layers, prefill
 
-# A tail longer than this share of the context would be a prefill, not a handoff.
-MAX_TAIL_SHARE = 0.05
-
 
 @dataclass(frozen=True)
 class Handoff:
@@ -58,11 +55,6 @@ def check_pair(cmap: CacheMap, source: LoadedModel | None, target: LoadedModel |
             )
 
 
-def tail_length(native_tail: int, tokens: int) -> int:
-    """Return how many last tokens run natively: 1 to a small share of the context."""
-    return max(1, min(native_tail, int(tokens * MAX_TAIL_SHARE)))
-
-
 def handoff(
     cmap: CacheMap, target: LoadedModel, source_cache: KVCache, token_ids: Tensor
 ) -> Handoff:
@@ -75,7 +67,7 @@ def handoff(
         UsageError: The source's cache holds other tokens, or too few.
     """
     tokens = token_ids.shape[1]
-    tail = tail_length(cmap.options.native_tail, tokens)
+    tail = cmap.options.tail_length(tokens)
     head = min(cmap.options.native_head, tokens - tail)
     if head:
         _check_head(source_cache)
@@ -89,7 +81,8 @@ def handoff(
         past, _ = prefill(target, token_ids[:, :head], room=room)
         clock.lap("head")
     if middle is not None:
-        map_middle(cmap, target, middle, clock, room.slice(head, tokens - tail), past)
+        before = source_cache.slice(0, head) if head else None
+        map_middle(cmap, target, middle, clock, room.slice(head, tokens - tail), past, before)
         past = _past(room, source_cache, token_ids, tokens - tail)
     cache, logits = prefill(target, token_ids[:, tokens - tail :], past=past, room=room)
     clock.lap("tail")
@@ -108,12 +101,14 @@ def map_middle(
     clock: LapClock | None = None,
     out: KVCache | None = None,
     past: KVCache | None = None,
+    before: KVCache | None = None,
 ) -> KVCache:
     """Map part of a source's cache, with the target's own lowest layers where the map reads them.
 
     Args:
         out: Written and returned instead of a new cache.
         past: The target's cache of what comes before, which its lowest layers attend to.
+        before: The source's cache of what comes before, or its last tokens.
     """
     clock = clock or LapClock(target.device)
     first = None
@@ -123,9 +118,9 @@ def map_middle(
         clock.lap("first_layer")
     middle = middle.to(target.device)
     out = out or allocate(cmap.target.geometry, middle, target.dtype)
-    before = None
-    if past is not None and cmap.options.anchors > 1:
-        before = (past.keys[0][:, :, -1:], past.values[0][:, :, -1:])
+    if before is not None:
+        before = before.slice(max(0, before.tokens - cmap.options.lookback), before.tokens)
+        before = before.to(target.device) if before.tokens else None
     mapped = cmap.apply(middle, first, out, before)
     clock.lap("map")
     return mapped

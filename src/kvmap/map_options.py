@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvmap.columns import KINDS, Block
+from kvmap.columns import BACK, KINDS, LOOKBACK, Block
 from kvmap.geometry import Geometry
 
 
@@ -18,23 +18,25 @@ class MapOptions:
         heads: "all" or "matched".
         joint: Keys and values are each predicted from both.
         anchor: The target's own layer 0 is an input of every other layer.
-        anchor_before: So is that of the token before; counts only beside `anchor`.
+        lookback: Tokens before whose source layer 0, keys and values, is an input too.
         exact_first: The target's layer 0 is computed, not mapped.
         native_layers: Lowest layers of the target that run natively over the whole context,
             so that their keys and values are exact; 1 is `exact_first`.
         native_head: First tokens that the target prefills itself; the fit leaves them out.
         native_tail: Last tokens that the target runs over the mapped cache, at least 1.
+        tail_share: Share of a context that the native tail may be: more would be a prefill.
         assignment: Source KV head of each target KV head, for matched heads.
     """
 
     heads: str = "all"
     joint: bool = False
     anchor: bool = False
-    anchor_before: bool = False
+    lookback: int = 0
     exact_first: bool = False
     native_layers: int = 0
     native_head: int = 0
     native_tail: int = 1
+    tail_share: float = 0.05
     assignment: tuple[int, ...] = ()
 
     @classmethod
@@ -53,6 +55,10 @@ class MapOptions:
             raise ValueError(f"heads are {made.heads!r:.20}, expected all or matched")
         if min(made.native_head, made.native_tail - 1, made.native_layers) < 0:
             raise ValueError("a native part is negative")
+        if type(made.tail_share) is not float or not 0 < made.tail_share <= 1:
+            raise ValueError(f"tail_share is {made.tail_share!r:.20}, expected up to 1")
+        if not 0 <= made.lookback <= LOOKBACK:
+            raise ValueError(f"lookback is {made.lookback}, expected 0 to {LOOKBACK}")
         return made
 
     @property
@@ -60,15 +66,19 @@ class MapOptions:
         """Number of the target's lowest layers that are computed, not mapped."""
         return max(int(self.exact_first), self.native_layers)
 
-    @property
-    def anchors(self) -> int:
-        """Number of tokens whose own layer 0 is an input: 0, the token, or also the one before."""
-        return 1 + self.anchor_before if self.anchor else 0
+    def tail_length(self, tokens: int) -> int:
+        """Return how many last tokens of a context run natively, from 1."""
+        return max(1, min(self.native_tail, int(tokens * self.tail_share)))
 
     @property
     def read_layers(self) -> int:
         """Number of the target's lowest layers that applying the map takes."""
         return max(self.exact_layers, int(self.anchor))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a regression reads more than entries of the kind that it predicts."""
+        return self.joint or self.anchor or self.lookback > 0
 
     @property
     def shared(self) -> bool:
@@ -82,10 +92,11 @@ def weight_shape(
     """Return [G, p, q] of one layer's key or value weight for k source layers."""
     kinds = 2 if options.joint else 1
     if options.heads == "matched":
-        p = k * kinds * source.head_size + 2 * options.anchors * target.head_size
-        return target.kv_heads, p, target.head_size
-    p = k * kinds * source.width + 2 * options.anchors * target.width
-    return 1, p, target.width
+        inner, outer, groups = source.head_size, target.head_size, target.kv_heads
+    else:
+        inner, outer, groups = source.width, target.width, 1
+    p = (k * kinds + 2 * options.lookback) * inner + 2 * options.anchor * outer
+    return groups, p, outer
 
 
 def input_blocks(
@@ -106,6 +117,8 @@ def input_blocks(
     read = range(heads[0]) if head is None else (options.assignment[head],)
     own = range(heads[1]) if head is None else (head,)
     found = [Block("source", part, s, h) for s in source_layers for part in kinds for h in read]
-    for side in ("target", "before")[: options.anchors]:
-        found += [Block(side, part, 0, h) for part in KINDS for h in own]
+    if options.anchor:
+        found += [Block("target", part, 0, h) for part in KINDS for h in own]
+    for side in BACK[: options.lookback]:
+        found += [Block(side, part, 0, h) for part in KINDS for h in read]
     return found

@@ -3,9 +3,9 @@
 For target layer t and chosen source layers S:  K̂_t = R_t(concat_S(R_s⁻¹K_s, …)·W_K + b_K),
 V̂_t likewise without the rotations. The inputs are the chosen layers' keys for keys and values
 for values (arXiv 2608.03893); `joint` gives both to both; `anchor` appends the target's own
-layer-0 keys and values, which depend on the token alone, and `anchor_before` those of the token
-before, which layer 1 is often about; `heads="matched"` lets each target
-head read its own source head only (arXiv 2609.00891).
+layer-0 keys and values, which depend on the token alone; `lookback` appends the source's layer-0
+keys and values of the tokens before, which low layers are often about; `heads="matched"` lets
+each target head read its own source head only (arXiv 2609.00891).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CacheMap:
         cache: KVCache,
         first: FirstLayer | None = None,
         out: KVCache | None = None,
-        before: FirstLayer | None = None,
+        before: KVCache | None = None,
     ) -> KVCache:
         """Return the target's cache for the source's, at the same positions.
 
@@ -90,8 +90,8 @@ class CacheMap:
             first: The target's own lowest layers for the same tokens, rotated keys and values
                 [B, H_t, T, D_t] of layer 0, then of layer 1, as many as `options.read_layers`.
             out: Written and returned instead of a new cache of the source's dtype.
-            before: The target's layer 0 of the token before these, rotated key and value
-                [B, H_t, 1, D_t], at the position before; None where the context begins.
+            before: The source's cache of the tokens before these, `options.lookback` of them or
+                as many as there are; None where the context begins.
 
         Raises:
             UsageError: The cache is not of the source's shape, or `first` is missing.

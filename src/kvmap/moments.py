@@ -28,7 +28,7 @@ BLOCK = 512
 class Rows:
     """Content-space cache entries of n tokens of both models.
 
-    `entries[side, kind]` is one tensor [n, H, D] per layer; side "before" has layer 0 alone.
+    `entries[side, kind]` is one tensor [n, H, D] per layer; of "back1" and so on layer 0 alone.
     """
 
     entries: dict[tuple[str, str], tuple[Tensor, ...]]

@@ -111,7 +111,7 @@ def with_scope(
     heads, joint = plan.moments_scope(*shapes, options.layers)
     if recipe is not None:
         heads = "all" if recipe.options.heads == "all" else heads
-        joint = joint or recipe.options.joint or recipe.options.anchor
+        joint = joint or recipe.options.mixed
     return replace(
         options,
         heads=heads if options.heads == "auto" else options.heads,

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvmap import atomic, fit, models
 from kvmap.calibration import INDEX, Calibration
 from kvmap.collect import CollectOptions
+from kvmap.columns import LOOKBACK
 from kvmap.errors import UsageError
 from kvmap.fit import FitScores, Recipe, Splits, accuracy
 from kvmap.fit.assignment import best_assignment
@@ -71,7 +72,8 @@ def calibration_path(
     digests: tuple[str, str], dtypes: tuple[str, str], text: Text, options: CollectOptions
 ) -> Path:
     """Return where the calibration of these models, text and options is cached."""
-    key = json_digest([digests, dtypes, json_digest(text.token_ids.tolist()), asdict(options)])
+    tokens = json_digest(text.token_ids.tolist())
+    key = json_digest([digests, dtypes, tokens, asdict(options), LOOKBACK])
     return cache_folder() / "calibrations" / key[:24]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kvmap.chosen import Layers, chosen_groups
 from kvmap.collect import CollectOptions
-from kvmap.columns import groups, head_sizes
+from kvmap.columns import LOOKBACK, groups, head_sizes
 from kvmap.fit.recipes import RECIPES
 from kvmap.geometry import Geometry
 from kvmap.map_options import MapOptions, weight_shape
@@ -96,8 +96,8 @@ def dump_bytes(
 ) -> int:
     """Return the bytes of the dump of [N, T] tokens."""
     rows = shape[0] * -(-shape[1] // options.stride)
-    before = 2 * target.width * itemsize
-    return rows * (before + sum(g.kv_bytes_per_token(itemsize) for g in (source, target)))
+    back = 2 * LOOKBACK * source.width * itemsize
+    return rows * (back + sum(g.kv_bytes_per_token(itemsize) for g in (source, target)))
 
 
 def forward_flops(parameters: int, geometry: Geometry, shape: tuple[int, int]) -> float:

@@ -9,13 +9,16 @@ they are the last, and run again by the target at the handoff.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kvmap.cache import KVCache
 from kvmap.engine import empty_cache, prepare
 from kvmap.errors import UsageError
-from kvmap.handoff import Handoff, LapClock, check_pair, map_middle, tail_length
+from kvmap.geometry import Geometry
+from kvmap.handoff import Handoff, LapClock, check_pair, map_middle
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
@@ -43,6 +46,8 @@ class StreamingMap:
         self.tokens = 0
         self.capacity = capacity
         self.room: KVCache | None = None
+        # The source's first layer alone, which later tokens look back to.
+        self.read: KVCache | None = None
 
     @property
     def cache(self) -> KVCache:
@@ -65,19 +70,21 @@ class StreamingMap:
         self._check(chunk)
         stop = self.tokens + chunk.tokens
         self._make_room(chunk, stop)
-        for mine, theirs in (
-            (self.room.positions, chunk.positions),
-            (self.room.token_ids, chunk.token_ids),
-        ):
-            mine[:, self.tokens : stop] = theirs
+        for room in (self.room, self.read):
+            room.positions[:, self.tokens : stop] = chunk.positions
+            room.token_ids[:, self.tokens : stop] = chunk.token_ids
+        self.read.keys[0][:, :, self.tokens : stop] = chunk.keys[0]
+        self.read.values[0][:, :, self.tokens : stop] = chunk.values[0]
         own = max(0, min(self.cmap.options.native_head, stop) - self.tokens)
         if own:
             past = self.cache if self.tokens else None
             prefill(self.target, chunk.token_ids[:, :own], past=past, room=self.room)
         if own < chunk.tokens:
             place = self.room.slice(self.tokens + own, stop)
-            past = self.room.slice(0, self.tokens + own) if self.tokens + own else None
-            map_middle(self.cmap, self.target, chunk.slice(own, chunk.tokens), None, place, past)
+            begun = self.tokens + own
+            past, before = (r.slice(0, begun) if begun else None for r in (self.room, self.read))
+            middle = chunk.slice(own, chunk.tokens)
+            map_middle(self.cmap, self.target, middle, None, place, past, before)
         self.tokens = stop
 
     def _check(self, chunk: KVCache) -> None:
@@ -94,14 +101,22 @@ class StreamingMap:
         if self.room is not None and tokens <= self.room.tokens:
             return
         self.capacity = max(self.capacity, tokens, 2 * self.tokens)
-        old, self.room = self.room, self._empty(chunk.positions.shape[0])
-        if old is not None:
-            _copy(old.slice(0, self.tokens), self.room)
+        self._grow(chunk.positions.shape[0], chunk.keys[0].dtype, self.room, self.read)
 
-    def _empty(self, batch: int) -> KVCache:
+    def _grow(
+        self, batch: int, dtype: torch.dtype, room: KVCache | None, read: KVCache | None
+    ) -> None:
+        """Make room for the capacity, and copy there what has been read so far."""
+        first = replace(self.cmap.source.geometry, layers=1)
+        self.room = self._empty(batch, self.target.signature.geometry, self.target.dtype)
+        self.read = self._empty(batch, first, dtype)
+        if room is not None:
+            _copy(room.slice(0, self.tokens), self.room)
+            _copy(read.slice(0, self.tokens), self.read)
+
+    def _empty(self, batch: int, geometry: Geometry, dtype: torch.dtype) -> KVCache:
         positions = torch.zeros(batch, self.capacity, dtype=torch.long, device=self.target.device)
-        geometry = self.target.signature.geometry
-        made = empty_cache(geometry, positions, self.target.dtype)
+        made = empty_cache(geometry, positions, dtype)
         return KVCache(made.keys, made.values, positions, torch.zeros_like(positions))
 
     def crop(self, tokens: int) -> None:
@@ -114,8 +129,9 @@ class StreamingMap:
         """Return a session that goes on from here on its own."""
         twin = StreamingMap(self.cmap, self.target, self.capacity)
         if self.room is not None:
-            twin.tokens, twin.room = self.tokens, self._empty(self.room.positions.shape[0])
-            _copy(self.cache, twin.room)
+            twin.tokens = self.tokens
+            batch, dtype = self.room.positions.shape[0], self.read.keys[0].dtype
+            twin._grow(batch, dtype, self.room, self.read)
         return twin
 
     def handoff(self) -> Handoff:
@@ -125,7 +141,7 @@ class StreamingMap:
         """
         token_ids = self.cache.token_ids
         clock = LapClock(self.target.device)
-        start = self.tokens - tail_length(self.cmap.options.native_tail, self.tokens)
+        start = self.tokens - self.cmap.options.tail_length(self.tokens)
         past = self.room.slice(0, start) if start else None
         cache, logits = prefill(self.target, token_ids[:, start:], past=past, room=self.room)
         clock.lap("tail")

@@ -18,7 +18,7 @@ from kvmap.bench.pair import BenchOptions, random_tokens
 from kvmap.bench.shapes import USUAL_K, config_of, deepened, fast_dtype, near_layers, random_model
 from kvmap.calibration import empty_moments
 from kvmap.collect import CollectOptions
-from kvmap.columns import KINDS
+from kvmap.columns import BACK, KINDS
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe, Splits, with_assignment
 from kvmap.fit.closed_form import RIDGE_GRID, layer_score
@@ -91,7 +91,7 @@ def _cut(whole: tuple[Geometry, Geometry], heads: str) -> tuple[tuple[Geometry, 
 def _moments(shapes: tuple[Geometry, Geometry], recipe: Recipe) -> Moments:
     """Return accumulators of what a recipe reads."""
     options = recipe.options
-    scope = (options.heads, options.joint or options.anchor)
+    scope = (options.heads, options.mixed)
     needed = moments_bytes(*shapes, *scope)
     if needed > free_memory("cpu") / 2:
         raise UsageError(
@@ -104,8 +104,8 @@ def _moments(shapes: tuple[Geometry, Geometry], recipe: Recipe) -> Moments:
 def _drawn(shapes: tuple[Geometry, Geometry], seed: int) -> Rows:
     """Draw entries [n, H, D] of every layer."""
     generator = torch.Generator().manual_seed(seed)
-    layers = (shapes[0].layers, shapes[1].layers, 1)
-    sides = zip(("source", "target", "before"), (*shapes, shapes[1]), layers, strict=True)
+    sides = [("source", shapes[0], shapes[0].layers), ("target", shapes[1], shapes[1].layers)]
+    sides += [(side, shapes[0], 1) for side in BACK]
     return Rows(
         {
             (side, kind): tuple(

@@ -10,63 +10,22 @@ import torch
 
 from kvmap.bench.clock import Clock, Round, timings
 from kvmap.bench.costs import map_cost
-from kvmap.bench.layers import prefill_seconds, products_alone
+from kvmap.bench.layers import Pair, layered_pair, prefill_seconds, products_alone
 from kvmap.bench.machine import Machine
 from kvmap.bench.memory import peak_bytes
 from kvmap.bench.pair import BenchOptions, Context, bench_pair
 from kvmap.bench.shapes import (
-    Share,
-    config_of,
     deepened,
-    fast_dtype,
     fits_whole,
     random_map,
     random_model,
-    share_map,
 )
 from kvmap.cache import KVCache
-from kvmap.engine import allocate, prepare
+from kvmap.engine import allocate
 from kvmap.fit import Recipe
-from kvmap.handoff import tail_length
-from kvmap.mapping import CacheMap
-from kvmap.models import LoadedModel, first_layer
+from kvmap.models import first_layer
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One layer of source and target, and what they stand for.
-
-    Attributes:
-        depths: Numbers of layers of the whole models.
-        cmap: The share of the map, ready to apply.
-    """
-
-    source: LoadedModel
-    target: LoadedModel
-    depths: tuple[int, int]
-    cmap: CacheMap
-    share: Share
-    dtype: torch.dtype
-
-
-def layered_pair(
-    names: tuple[str, str], recipe: Recipe, device: torch.device, dtype: torch.dtype
-) -> Pair:
-    """Build one layer of each model and a share of a map.
-
-    The models compute in the dtype that is fastest here, their caches are of `dtype`.
-    """
-    fast = fast_dtype(dtype, device)
-    depths = tuple(config_of(name).num_hidden_layers for name in names)
-    source, target = (random_model(name, device, fast, depth=1) for name in names)
-    whole = tuple(
-        replace(loaded.signature, geometry=deepened(loaded, depth))
-        for loaded, depth in zip((source, target), depths, strict=True)
-    )
-    cmap, share = share_map(whole, recipe, device, dtype)
-    return Pair(source, target, depths, prepare(cmap, device), share, dtype)
 
 
 def bench_layered(
@@ -125,7 +84,7 @@ class _Inputs:
     @classmethod
     def of(cls, pair: Pair, tokens: int, seed: int) -> _Inputs:
         options = pair.cmap.options
-        tail = tail_length(options.native_tail, tokens)
+        tail = options.tail_length(tokens)
         head = min(options.native_head, tokens - tail)
         generator = torch.Generator().manual_seed(seed)
         low = min(side.signature.geometry.vocabulary for side in (pair.source, pair.target))

@@ -1,19 +1,58 @@
-"""Time a whole model by one of its layers, and a map's products alone."""
+"""One layer of each model of a pair, a share of a map, and their times for those of the whole."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from kvmap.bench.clock import Clock
+from kvmap.bench.shapes import Share, config_of, deepened, fast_dtype, random_model, share_map
 from kvmap.cache import KVCache
+from kvmap.engine import prepare
+from kvmap.fit import Recipe
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
 # Rows of a product whose throughput counts as the best there is.
 PRODUCT_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One layer of source and target, and what they stand for.
+
+    Attributes:
+        depths: Numbers of layers of the whole models.
+        cmap: The share of the map, ready to apply.
+    """
+
+    source: LoadedModel
+    target: LoadedModel
+    depths: tuple[int, int]
+    cmap: CacheMap
+    share: Share
+    dtype: torch.dtype
+
+
+def layered_pair(
+    names: tuple[str, str], recipe: Recipe, device: torch.device, dtype: torch.dtype
+) -> Pair:
+    """Build one layer of each model and a share of a map.
+
+    The models compute in the dtype that is fastest here, their caches are of `dtype`.
+    """
+    fast = fast_dtype(dtype, device)
+    depths = tuple(config_of(name).num_hidden_layers for name in names)
+    source, target = (random_model(name, device, fast, depth=1) for name in names)
+    whole = tuple(
+        replace(loaded.signature, geometry=deepened(loaded, depth))
+        for loaded, depth in zip((source, target), depths, strict=True)
+    )
+    cmap, share = share_map(whole, recipe, device, dtype)
+    return Pair(source, target, depths, prepare(cmap, device), share, dtype)
 
 
 def prefill_seconds(

@@ -19,7 +19,7 @@ from kvmap.bench.costs import map_cost
 from kvmap.bench.machine import Machine
 from kvmap.bench.memory import peak_bytes
 from kvmap.cache import KVCache
-from kvmap.handoff import handoff, tail_length
+from kvmap.handoff import handoff
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
@@ -127,7 +127,7 @@ def _bench_context(cmap, source, target, tokens, options, machine) -> Context:
 
 def _mapped_tokens(cmap: CacheMap, tokens: int) -> int:
     """Return how many tokens of a context the target does not read itself."""
-    rest = tokens - tail_length(cmap.options.native_tail, tokens)
+    rest = tokens - cmap.options.tail_length(tokens)
     return rest - min(cmap.options.native_head, rest)
 
 

@@ -81,9 +81,9 @@ def run(
     anchor: Annotated[
         bool | None, typer.Option("--anchor/--no-anchor", help="Read the target's layer 0 too.")
     ] = None,
-    anchor_before: Annotated[
-        bool | None,
-        typer.Option("--anchor-before/--no-anchor-before", help="And that of the token before."),
+    lookback: Annotated[
+        int | None,
+        typer.Option("--lookback", metavar="N", help="Tokens before to read in layer 0, up to 3."),
     ] = None,
     exact_first: Annotated[
         bool | None,
@@ -127,6 +127,7 @@ def run(
     """Fit a map, doing what must come before."""
     from kvmap.artifacts import refuse_overwrite
     from kvmap.collect import CollectOptions
+    from kvmap.columns import LOOKBACK
     from kvmap.pair import FitRequest, Loading, TextOptions
 
     out = Output(as_json, quiet)
@@ -136,11 +137,13 @@ def run(
         "heads": inputs.one_of("--heads", heads, "all", "matched"),
         "joint": joint,
         "anchor": anchor,
-        "anchor_before": anchor_before,
+        "lookback": inputs.between("--lookback", lookback, 0, LOOKBACK),
         "exact_first": exact_first,
         "native_layers": inputs.at_least("--native-layers", native_layers, 0),
         "native_head": inputs.at_least("--native-head", native_head, 0),
         "native_tail": inputs.at_least("--native-tail", native_tail, 1),
+        # Asked for in so many words, a tail is as long as that.
+        "tail_share": None if native_tail is None else 1.0,
     }
     inputs.one_of("--method", method, "top", "greedy", "mlp", "residual")
     networks = method in ("mlp", "residual")

@@ -86,3 +86,14 @@ def one_of(name: str, text: str | None, *known: str) -> str | None:
 
 def _asked(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+def between(name: str, value: int | None, least: int, most: int) -> int | None:
+    """Check a number.
+
+    Raises:
+        UsageError: It is out of range.
+    """
+    if value is not None and not least <= value <= most:
+        raise UsageError(f"found {name} {value}, expected {least} to {most}")
+    return value

@@ -3,10 +3,10 @@
 A chunk of tokens is stripped once, every source layer that any target layer reads, into
 X [G, B·T, C]: G groups of heads that share a regression (all heads together, or one target
 head each); columns by source layer, keys beside values where they are joint, the target's own
-first layer last. A target layer's inputs are columns of X: a view where they lie together,
-else gathered into one reused buffer. Its keys are X·W + b turned to their positions, its
-values X·W + b, both written into the cache they are for. The chunk is as long as a fixed
-number of extra bytes allows, so memory beside the two caches does not grow with T.
+first layer and the source's of the tokens before last. A target layer's inputs are columns of X:
+a view where they lie together, else gathered into one reused buffer. Its keys are X·W + b turned
+to their positions, its values X·W + b, both written into the cache they are for. The chunk is as
+long as a fixed number of extra bytes allows, so memory beside the two caches does not grow with T.
 
 On CUDA one kernel does all of this (`kvmap.engine.fused`), where triton is there and the map is
 one that it computes; KVMAP_TRITON=0 turns it off.
@@ -20,9 +20,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvmap.cache import KVCache
-from kvmap.engine.chunk import Before, Chunk, FirstLayer
+from kvmap.engine.chunk import Chunk, FirstLayer
 from kvmap.engine.precision import compute_dtype, prepare
 from kvmap.engine.room import allocate, empty_cache
+from kvmap.engine.trail import Trail
 from kvmap.engine.workspace import EXTRA_BYTES, Workspace
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def apply(
     cache: KVCache,
     first: FirstLayer | None,
     out: KVCache,
-    before: FirstLayer | None = None,
+    before: KVCache | None = None,
 ) -> None:
     """Write the target's cache for the source's into `out`.
 
@@ -52,7 +53,7 @@ def apply(
         cache: The source's; keys rotated, [B, H_s, T, D_s].
         first: Keys and values of the target's own lowest layers, where the map reads them.
         out: [B, H_t, T, D_t] per layer; views of a larger cache will do.
-        before: Layer 0's rotated key and value of the token before the first, where there is one.
+        before: The source's cache of the tokens before these, where there are any.
     """
     make, work = Chunk, None
     if kernel_wanted(cache.keys[0].is_cuda):
@@ -64,11 +65,8 @@ def apply(
     for start in range(0, cache.tokens, work.chunk):
         stop = min(start + work.chunk, cache.tokens)
         part = None if first is None else tuple(tensor[:, :, start:stop] for tensor in first)
-        if start and first is not None:
-            before = tuple(tensor[:, :, start - 1 : start] for tensor in first[:2])
-        # Where the token before stands; ahead of the context, one place ahead.
-        ahead = cache.positions[:, start - 1 : start] if start else cache.positions[:, :1] - 1
-        chunk = make(cmap, cache.slice(start, stop), part, work, Before(before, ahead))
+        trail = Trail.of(cache, start, stop, cmap.options.lookback, before)
+        chunk = make(cmap, cache.slice(start, stop), part, work, trail)
         chunk.write(out.slice(start, stop))
 
 

@@ -5,7 +5,6 @@ Here every cache tensor [B, H, T, D] is seen as [G, B, T, H/G, D].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from kvmap.affine import Affine
 from kvmap.cache import KVCache
+from kvmap.engine.trail import Trail
 from kvmap.engine.workspace import Workspace
 from kvmap.rope import Angles
 
@@ -20,26 +20,6 @@ if TYPE_CHECKING:
     from kvmap.mapping import CacheMap
 
 FirstLayer = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Before:
-    """The token before a chunk: its layer 0 [B, H_t, 1, D_t], where there is one, and position."""
-
-    entries: FirstLayer | None
-    position: Tensor
-
-    def shifted(self, first: FirstLayer) -> FirstLayer:
-        """Return layer 0 one token late: what stands before comes in front, the last drops out."""
-        lead = self.entries or tuple(torch.zeros_like(tensor[:, :, :1]) for tensor in first[:2])
-        return tuple(
-            torch.cat((one.to(tensor), tensor[:, :, :-1]), dim=2)
-            for one, tensor in zip(lead, first[:2], strict=True)
-        )
-
-    def positions(self, own: Tensor) -> Tensor:
-        """Return the shifted layer's positions [B, T]."""
-        return torch.cat((self.position, own[:, :-1]), dim=1)
 
 
 class Chunk:
@@ -51,7 +31,7 @@ class Chunk:
         cache: KVCache,
         first: FirstLayer | None,
         work: Workspace,
-        before: Before,
+        trail: Trail,
     ) -> None:
         self.cmap, self.first, self.work = cmap, first, work
         self.shape = tuple(cache.positions.shape)
@@ -61,15 +41,16 @@ class Chunk:
         for place, layer in enumerate(work.layout.places):
             pair = self._assigned(cache.keys[layer]), self._assigned(cache.values[layer])
             self._lay(pair, place * work.layout.source, tables[layer], both=cmap.options.joint)
+        start = work.layout.extra
         if cmap.options.anchor:
-            start = work.layout.columns - work.layout.anchor
             self._lay(first[:2], start, cmap.target.geometry.rope[0], both=True)
-        if cmap.options.anchors > 1:
-            start += work.layout.anchor // 2
-            late = before.positions(cache.positions)
-            own, self.angles = self.angles, Angles(late[None, :, :, None])
-            self._lay(before.shifted(first), start, cmap.target.geometry.rope[0], both=True)
-            self.angles = own
+        own, start = self.angles, start + work.layout.anchor
+        for tokens in range(1, cmap.options.lookback + 1):
+            pair, positions = trail.late(tokens)
+            self.angles = Angles(positions[None, :, :, None])
+            self._lay(tuple(map(self._assigned, pair)), start, tables[0], both=True)
+            start += work.layout.back
+        self.angles = own
 
     def _assigned(self, tensor: Tensor) -> Tensor:
         """Return the source heads that the target heads read, [B, G, T, D]."""

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from kvmap.affine import Affine
 from kvmap.cache import KVCache
-from kvmap.columns import KINDS, Block, head_sizes
-from kvmap.engine.chunk import Before, FirstLayer
+from kvmap.columns import BACK, KINDS, Block, head_sizes
+from kvmap.engine.chunk import FirstLayer
 from kvmap.engine.kernel import map_tile
 from kvmap.engine.precision import compute_dtype, weight_dtype
+from kvmap.engine.trail import Trail
 from kvmap.geometry import RopeTable
 from kvmap.map_options import input_blocks
 from kvmap.rope import Angles
@@ -26,7 +27,7 @@ from kvmap.rope import Angles
 if TYPE_CHECKING:
     from kvmap.mapping import CacheMap
 
-# Tokens mapped at a time: bounds the tables of angles and the layer that is shifted by a token.
+# Tokens mapped at a time: bounds the tables of angles and the layers that are shifted.
 CHUNK_TOKENS = 16384
 
 
@@ -98,8 +99,8 @@ class FusedPlan:
         dtype = compute_dtype(weight_dtype(cmap), device.type)
         tile = Tile.of(cmap.target.geometry.head_size, dtype.itemsize)
         layers = [("source", kind, s) for s in cmap.source_layers for kind in KINDS]
-        for side in ("target", "before")[: cmap.options.anchors]:
-            layers += [(side, kind, 0) for kind in KINDS]
+        sides = (*["target"] * cmap.options.anchor, *BACK[: cmap.options.lookback])
+        layers += [(side, kind, 0) for side in sides for kind in KINDS]
         rows = {name: at for at, name in enumerate(layers)}
         table = _steps(cmap, rows, tile.planes)
         counts = tuple(len(kinds[0][0]) for kinds in table)
@@ -178,7 +179,7 @@ class FusedChunk:
         cache: KVCache,
         first: FirstLayer | None,
         work: FusedPlan,
-        before: Before,
+        trail: Trail,
     ) -> None:
         self.cmap, self.first, self.work = cmap, first, work
         source, target = cmap.source.geometry, cmap.target.geometry
@@ -190,10 +191,12 @@ class FusedChunk:
         if cmap.options.anchor:
             self.inputs += first[:2]
             angles += [table.add(own, target.rope[0], undo=True), -1]
-        if cmap.options.anchors > 1:
-            late = Angles(before.positions(cache.positions))
-            self.inputs += before.shifted(first)
-            angles += [table.add(late, target.rope[0], undo=True), -1]
+        self.late = []  # kept: the table knows angles by identity
+        for tokens in range(1, cmap.options.lookback + 1):
+            pair, positions = trail.late(tokens)
+            self.late.append(Angles(positions))
+            self.inputs += pair
+            angles += [table.add(self.late[-1], source.rope[0], undo=True), -1]
         self.turns = [table.add(own, rope, undo=False) for rope in target.rope]
         self.strips = max(angles) >= 0
         device = cache.positions.device

@@ -16,7 +16,9 @@ class Layout:
     Attributes:
         groups: G.
         source: Columns of one source layer.
-        anchor: Columns of the target's own first layer, of the token and the one before.
+        anchor: Columns of the target's own first layer.
+        back: Columns of the source's first layer of one token before.
+        lookback: Tokens before that are read.
         outputs: Columns q of one target layer's keys, or values.
         places: Source layers in the order of their columns.
     """
@@ -24,6 +26,8 @@ class Layout:
     groups: int
     source: int
     anchor: int
+    back: int
+    lookback: int
     outputs: int
     places: tuple[int, ...]
 
@@ -37,22 +41,29 @@ class Layout:
         return cls(
             groups,
             width * (2 if cmap.options.joint else 1),
-            2 * outputs * cmap.options.anchors,
+            2 * outputs * cmap.options.anchor,
+            2 * width,
+            cmap.options.lookback,
             outputs,
             cmap.source_layers,
         )
 
     @property
+    def extra(self) -> int:
+        """Where the columns begin that every target layer reads: anchor, then tokens before."""
+        return len(self.places) * self.source
+
+    @property
     def columns(self) -> int:
         """C."""
-        return len(self.places) * self.source + self.anchor
+        return self.extra + self.anchor + self.lookback * self.back
 
     def segments(self, source_layers: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the ranges of columns that a target layer reads, neighbours merged."""
         starts = [self.places.index(layer) * self.source for layer in source_layers]
         ranges = [(start, start + self.source) for start in starts]
-        if self.anchor:
-            ranges.append((self.columns - self.anchor, self.columns))
+        if self.columns > self.extra:
+            ranges.append((self.extra, self.columns))
         merged = ranges[:1]
         for start, stop in ranges[1:]:
             if merged[-1][1] == start:

@@ -17,7 +17,7 @@ from kvmap.cache import KVCache, concat
 from kvmap.evaluate.arms import Pair
 from kvmap.evaluate.items import Item, Task, encode
 from kvmap.evaluate.scoring import Answer, ask
-from kvmap.handoff import handoff, map_middle, tail_length
+from kvmap.handoff import handoff, map_middle
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
@@ -69,9 +69,10 @@ def _talk(
 
 def _carry(side: _Side, heard: KVCache, spoken: KVCache, turn: Tensor) -> tuple[KVCache, Tensor]:
     """Map what was said since a listener last read, but for the tail: return it and the tail."""
-    tail = min(tail_length(side.cmap.options.native_tail, spoken.tokens), turn.shape[1])
+    tail = min(side.cmap.options.tail_length(spoken.tokens), turn.shape[1])
     start, stop = heard.tokens, spoken.tokens - tail
     if stop > start:
-        mapped = map_middle(side.cmap, side.loaded, spoken.slice(start, stop), past=heard)
+        middle, before = spoken.slice(start, stop), spoken.slice(0, start)
+        mapped = map_middle(side.cmap, side.loaded, middle, past=heard, before=before)
         heard = concat(heard, mapped)
     return heard, turn[:, turn.shape[1] - tail :]

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvmap.cache import KVCache, concat
 from kvmap.evaluate.controls import match_moments, random_map
 from kvmap.evaluate.items import Ids, tensor
-from kvmap.handoff import handoff, tail_length
+from kvmap.handoff import handoff
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
@@ -124,7 +124,7 @@ def _raw_copy(pair: Pair, reading: Reading) -> KVCache:
 def around(pair: Pair, reading: Reading, entries: KVCache) -> KVCache:
     """Return entries for the whole context with the head and tail of a handoff made native."""
     tokens = reading.token_ids.shape[1]
-    tail = tail_length(pair.cmap.options.native_tail, tokens)
+    tail = pair.cmap.options.tail_length(tokens)
     head = min(pair.cmap.options.native_head, tokens - tail)
     middle = entries.slice(head, tokens - tail)
     past = concat(reading.native.slice(0, head), middle) if head else middle

@@ -27,7 +27,6 @@ from kvmap import metrics
 from kvmap.cache import KVCache
 from kvmap.evaluate.arms import ARMS, Pair, Reading, read
 from kvmap.evaluate.items import Ids, tensor
-from kvmap.handoff import tail_length
 from kvmap.models.attention import last_queries
 from kvmap.rope import strip
 
@@ -165,7 +164,7 @@ class _Sums:
     def add(self, pair: Pair, reading: Reading, mapped: KVCache) -> None:
         """Add a document's middle: neither its native head nor its native tail."""
         tokens = reading.native.tokens
-        stop = tokens - tail_length(pair.cmap.options.native_tail, tokens)
+        stop = tokens - pair.cmap.options.tail_length(tokens)
         start = min(pair.cmap.options.native_head, stop)
         self.rows += stop - start
         own, made = reading.native.slice(start, stop), mapped.slice(start, stop)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvmap.columns import KINDS
+from kvmap.columns import BACK, KINDS
 from kvmap.errors import UsageError
 from kvmap.mapping import Affine, CacheMap, LayerMap
 
@@ -32,6 +32,7 @@ def compose(first: CacheMap, second: CacheMap) -> CacheMap:
         second.options,
         heads="all",
         joint=first.options.joint or second.options.joint,
+        lookback=first.options.lookback,
         assignment=(),
     )
     empty = CacheMap(first.source, second.target, (), options)
@@ -55,6 +56,11 @@ def _check(first: CacheMap, second: CacheMap) -> None:
             f"the first map reads {first.target.name}'s own first layer, which a composed map "
             "does not have; fit it with `--no-anchor --no-exact-first`"
         )
+    if second.options.lookback:
+        raise UsageError(
+            f"the second map reads {second.source.name}'s tokens before, which a composed map "
+            "does not have; fit it with `--lookback 0`"
+        )
     for cmap in (first, second):
         if any(part.network for layer in cmap.layers if layer for part in (layer.key, layer.value)):
             raise UsageError(
@@ -73,7 +79,7 @@ def _composed(first: CacheMap, second: CacheMap, index: int, empty: CacheMap) ->
         outer, bias = dense(second, index, kind)
         weight = outer.new_zeros(size, outer.shape[1])
         for (side, hub, part, head), own in inner.items():
-            if side != "source":  # the anchors pass through
+            if side == "target":  # the anchors pass through
                 weight[rows[side, hub, part, head]] += outer[own]
                 continue
             made, shift = _hub_head(first, hub, part, head, rows, size)
@@ -106,11 +112,13 @@ def input_rows(cmap: CacheMap, layers: tuple[int, ...], kind: str) -> tuple[Rows
         for part in kinds
         for head in range(source.kv_heads)
     ]
-    for side in ("target", "before")[: cmap.options.anchors]:
-        names += [(side, 0, part, head) for part in KINDS for head in range(target.kv_heads)]
+    if cmap.options.anchor:
+        names += [("target", 0, part, head) for part in KINDS for head in range(target.kv_heads)]
+    for side in BACK[: cmap.options.lookback]:
+        names += [(side, 0, part, head) for part in KINDS for head in range(source.kv_heads)]
     rows, stop = {}, 0
     for name in names:
-        start, stop = stop, stop + (source if name[0] == "source" else target).head_size
+        start, stop = stop, stop + (target if name[0] == "target" else source).head_size
         rows[name] = slice(start, stop)
     return rows, stop
 
@@ -127,10 +135,9 @@ def dense(cmap: CacheMap, index: int, kind: str) -> tuple[Tensor, Tensor]:
     width = weight.shape[2]
     whole = weight.new_zeros(size, len(weight) * width)
     for head, own in enumerate(weight):
-        read = {"source": cmap.options.assignment[head], "target": head, "before": head}
         start = 0
         for (side, _, _, other), place in rows.items():
-            if other == read[side]:
+            if other == (head if side == "target" else cmap.options.assignment[head]):
                 stop = start + place.stop - place.start
                 whole[place, head * width : (head + 1) * width] = own[start:stop]
                 start = stop

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvmap import metrics
 from kvmap.cache import KVCache, concat
 from kvmap.columns import KINDS
+from kvmap.engine.trail import Trail
 from kvmap.mapping import CacheMap, LayerMap
 from kvmap.models import LoadedModel, prefill
 from kvmap.rope import rotate_with_gradient, strip
@@ -29,6 +30,7 @@ class Lesson:
 
     Attributes:
         source: The source's cache of the tokens to map.
+        before: The source's cache of the head; None where there is none.
         native: The target's own cache of the head and the tokens to map.
         head: Tokens of the native head.
         token_ids: [B, Q + 1]: the last token of the context and the continuation.
@@ -36,6 +38,7 @@ class Lesson:
     """
 
     source: KVCache
+    before: KVCache | None
     native: KVCache
     head: int
     token_ids: Tensor
@@ -51,8 +54,16 @@ def lesson(
     head = min(cmap.options.native_head, cut - 1)
     read, _ = prefill(source, token_ids[:, :cut])
     native, logits = prefill(target, token_ids, keep_logits=continuation + 1)
-    middle = read.slice(head, cut).to(target.device, torch.float32)
-    return Lesson(middle, native.slice(0, cut), head, token_ids[:, cut:], logits.float())
+    read = read.to(target.device, torch.float32)
+    before = read.slice(0, head) if head else None
+    return Lesson(
+        read.slice(head, cut),
+        before,
+        native.slice(0, cut),
+        head,
+        token_ids[:, cut:],
+        logits.float(),
+    )
 
 
 def loss(
@@ -60,8 +71,7 @@ def loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and its KL(native ‖ mapped), nats per token of the continuation."""
     own = given.native.slice(given.head, given.native.tokens)
-    before = given.native.slice(given.head - 1, given.head) if given.head else None
-    mapped = map_with_gradient(cmap, given.source, own, before)
+    mapped = map_with_gradient(cmap, given.source, own, given.before)
     past = concat(given.native.slice(0, given.head), mapped) if given.head else mapped
     past = past.to(dtype=target.dtype)
     _, logits = prefill(target, given.token_ids, past=past, keep_logits=0, gradient=True)
@@ -78,7 +88,7 @@ def map_with_gradient(
 
     Args:
         own: The target's own cache of the same tokens; its exact layers and anchor are used.
-        before: The target's own cache of the token before; None where the context begins.
+        before: The source's cache of the tokens before; None where the context begins.
     """
     tables = cmap.target.geometry.rope
     entries = {}
@@ -88,30 +98,36 @@ def map_with_gradient(
     anchors = []
     if cmap.options.anchor:
         anchors = [strip(own.keys[0], own.positions, tables[0]), own.values[0].float()]
-    if cmap.options.anchors > 1:
-        lead = [torch.zeros_like(tensor[:, :, :1]) for tensor in anchors]
-        if before is not None:
-            lead = [strip(before.keys[0], before.positions, tables[0]), before.values[0].float()]
-        pairs = zip(lead, tuple(anchors), strict=True)
-        anchors += [torch.cat((one, tensor[:, :, :-1]), dim=2) for one, tensor in pairs]
+    trail = Trail.of(source, 0, source.tokens, cmap.options.lookback, before)
+    back = []
+    for tokens in range(1, cmap.options.lookback + 1):
+        (key, value), positions = trail.late(tokens)
+        back += [strip(key, positions, cmap.source.geometry.rope[0]), value.float()]
     keys, values = list(own.keys), list(own.values)
     for at, layer in enumerate(cmap.layers):
         if layer is not None:
-            key, value = (_predict(cmap, layer, kind, entries, anchors) for kind in KINDS)
+            key, value = (_predict(cmap, layer, kind, entries, anchors, back) for kind in KINDS)
             keys[at], values[at] = rotate_with_gradient(key, own.positions, tables[at]), value
     return KVCache(tuple(keys), tuple(values), own.positions, own.token_ids, own.mask)
 
 
 def _predict(
-    cmap: CacheMap, layer: LayerMap, kind: str, entries: dict, anchors: list[Tensor]
+    cmap: CacheMap,
+    layer: LayerMap,
+    kind: str,
+    entries: dict[int, dict[str, Tensor]],
+    anchors: list[Tensor],
+    back: list[Tensor],
 ) -> Tensor:
     """Return one layer's content keys or values [B, H_t, T, D_t]."""
     kinds = KINDS if cmap.options.joint else (kind,)
     inputs = [entries[at][part] for at in layer.source_layers for part in kinds]
     if cmap.options.heads == "matched":
-        inputs = [tensor[:, list(cmap.options.assignment)] for tensor in inputs]
-        return layer.of(kind)(torch.cat((*inputs, *anchors), dim=-1))
-    flat = [tensor.transpose(1, 2).flatten(2) for tensor in (*inputs, *anchors)]
+        inputs, back = (
+            [tensor[:, list(cmap.options.assignment)] for tensor in read] for read in (inputs, back)
+        )
+        return layer.of(kind)(torch.cat((*inputs, *anchors, *back), dim=-1))
+    flat = [tensor.transpose(1, 2).flatten(2) for tensor in (*inputs, *anchors, *back)]
     made = layer.of(kind)(torch.cat(flat, dim=-1)[:, None])[:, 0]  # [B, T, H_t·D_t]
     return made.unflatten(-1, (cmap.target.geometry.kv_heads, -1)).transpose(1, 2)
 

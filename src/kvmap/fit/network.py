@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvmap import artifacts
 from kvmap.calibration import Calibration
-from kvmap.columns import KINDS, Block
+from kvmap.columns import BACK, KINDS, Block
 from kvmap.errors import UsageError
 from kvmap.fit.closed_form import regressions
 from kvmap.fit.job import Job, Result, closed_form
@@ -164,8 +164,8 @@ def row_r2(part: Affine, sample: Sample, job: Job) -> Tensor:
 
 def _place(block: Block) -> tuple[str, str]:
     """Return which file of a shard holds a block, and the tensor's name in it."""
-    if block.side == "before":
-        return "target", f"before.{block.kind}"
+    if block.side in BACK:
+        return "source", f"{block.side}.{block.kind}"
     return block.side, f"{block.kind}.{block.layer}"
 
 

@@ -42,7 +42,7 @@ class Recipe:
 _BEST = MapOptions(
     joint=True,
     anchor=True,
-    anchor_before=True,
+    lookback=3,
     exact_first=True,
     native_head=4,
     native_tail=64,
