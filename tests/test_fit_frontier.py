@@ -9,7 +9,7 @@ from kvmap.errors import UsageError
 from kvmap.fit.frontier import Point, marked, within
 
 POINTS = [
-    Point(fit.recipe("kvmap"), parameters=10 * n, cost=cost, divergence=kl)
+    Point(fit.recipe("kvmap"), parameters=10 * n, cost=cost, milliseconds=9 * cost, divergence=kl)
     for n, (cost, kl) in enumerate([(0.3, 0.1), (0.1, 0.5), (0.2, 0.6), (0.4, 0.1)])
 ]
 
@@ -22,17 +22,21 @@ def test_a_point_is_on_the_frontier_where_no_cheaper_one_is_as_good():
 @pytest.mark.parametrize(("budget", "cost"), [(0.1, 0.1), (0.25, 0.1), (0.3, 0.3), (9, 0.3)])
 def test_a_budget_picks_the_best_it_can_pay(budget, cost):
     assert within(POINTS, budget).cost == cost
+    assert within(POINTS, 9 * budget, "ms").cost == cost
 
 
 def test_a_budget_too_small_is_refused():
-    with pytest.raises(UsageError, match=r"no map costs at most 0\.05.*cheapest takes 0\.1"):
+    with pytest.raises(UsageError, match=r"at most 0\.05 of a prefill's work; .* takes 0\.1"):
         within(POINTS, 0.05)
+    with pytest.raises(UsageError, match=r"no map costs at most 0\.05 ms; .* takes 0\.9"):
+        within(POINTS, 0.05, "ms")
 
 
 def test_candidates_are_measured_on_the_pair(pair, calibration):
     """All heads cost most; without an exact answer in reach nothing is perfect or useless."""
     found = calibration("noisy_image")
-    recipe = dataclasses.replace(fit.recipe("kvmap"), ridge=1e-4)
+    options = dataclasses.replace(fit.recipe("kvmap").options, tail_share=0.25)
+    recipe = dataclasses.replace(fit.recipe("kvmap"), ridge=1e-4, options=options)
     openers = tuple(lambda model=model: model for model in pair("noisy_image"))
     points = pipeline.cost_quality(found, recipe, lambda *_: None, openers)
     assert {point.recipe.options.heads for point in points} == {"all", "matched"}
@@ -41,3 +45,10 @@ def test_candidates_are_measured_on_the_pair(pair, calibration):
     dearest = points[-1].recipe
     assert (dearest.options.heads, dearest.options.joint, dearest.k) == ("all", True, 3)
     assert points[0].best
+    assert all(point.milliseconds > 0 for point in points)
+    short, long = (
+        [p.cost for p in points if (p.recipe.options.native_tail > 1) is longer]
+        for longer in (False, True)
+    )
+    assert len(short) == len(long)
+    assert all(a < b for a, b in zip(short, long, strict=True))

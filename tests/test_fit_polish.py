@@ -33,7 +33,7 @@ def start(request, pair, calibration):
 
 def test_the_differentiable_map_is_the_map(start):
     models, cmap, sequences, _ = start
-    given = continuation.lesson(cmap, models, sequences[1], 8)
+    given = continuation.lesson(cmap.options.native_head, models, sequences[1], 8)
     own = given.native.slice(given.head, given.native.tokens)
     found = continuation.map_with_gradient(cmap, given.source, own)
     wanted = map_middle(cmap, models[1], given.source)
@@ -62,7 +62,7 @@ def test_polish_lowers_the_held_out_divergence(start, tmp_path):
     assert min(made.history.values()) < 0.95 * made.history[0]
     assert made.cmap.parameters == cmap.parameters
     again = CacheMap.load(made.cmap.save(tmp_path / "polished"))
-    given = continuation.lesson(again, models, sequences[1][:4], 8)
+    given = continuation.lesson(again.options.native_head, models, sequences[1][:4], 8)
     with torch.no_grad():
         before, after = (float(continuation.loss(m, models[1], given)[1]) for m in (cmap, again))
     assert after < before

@@ -60,6 +60,12 @@ class KVCache:
             None if self.mask is None else self.mask[:, start:stop],
         )
 
+    def first(self, batch: int) -> KVCache:
+        """Return the first sequences of the batch as views."""
+        few = lambda tensor: None if tensor is None else tensor[:batch]  # noqa: E731
+        keys, values = (tuple(map(few, tensors)) for tensors in (self.keys, self.values))
+        return KVCache(keys, values, few(self.positions), few(self.token_ids), few(self.mask))
+
     def expand(self, batch: int) -> KVCache:
         """Repeat a batch of one as views."""
         if self.positions.shape[0] != 1:

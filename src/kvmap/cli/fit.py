@@ -106,10 +106,16 @@ def run(
         typer.Option("--frontier", help="Print what quality costs, of a calibration; fit nothing."),
     ] = False,
     budget: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            "--budget", metavar="SHARE", help="Of the target's work per token; picks the best map."
+            "--budget",
+            metavar="SHARE|MS",
+            help="Of a prefill's work (0.1), or of time for one context (5ms); picks the best map.",
         ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="PNG", help="Draw what `--frontier` prints."),
     ] = None,
     dataset: options.Dataset = None,
     sequences: options.Sequences = None,
@@ -173,7 +179,7 @@ def run(
     if target is None:
         _refuse(text | kept)
         if frontier or budget is not None:
-            picked = _frontier(out, source, request, budget)
+            picked = _frontier(out, source, request, budget, plot)
             if picked is None:
                 return
             request = picked
@@ -191,36 +197,46 @@ def run(
 
 
 def _frontier(
-    out: Output, path: str, request: FitRequest, budget: float | None
+    out: Output, path: str, request: FitRequest, budget: str | None, picture: Path | None
 ) -> FitRequest | None:
     """Measure candidates and print them, or return a request for the best within a budget."""
     from dataclasses import replace
 
+    from kvmap.bench.plot import check_plotting
     from kvmap.calibration import Calibration
-    from kvmap.fit.frontier import within
+    from kvmap.fit.frontier import plot, within
     from kvmap.pipeline import cost_quality
 
+    limit = None if budget is None else inputs.share_or_milliseconds(budget)
+    if picture is not None:
+        check_plotting()
     with out.progress() as progress:
         points = cost_quality(Calibration.open(path), request.recipe, progress)
+    if picture is not None:
+        plot(points, picture)
     rows = [
         (
             "*" if p.best else "",
             p.recipe.options.heads,
             p.recipe.options.joint,
             p.recipe.options.anchor,
+            p.recipe.options.lookback,
             p.recipe.k,
+            p.recipe.options.native_tail,
             p.parameters,
             p.cost,
+            p.milliseconds,
             p.divergence,
         )
         for p in points
     ]
-    head = ("frontier", "heads", "joint", "anchor", "k", "parameters", "cost", "KL")
-    if budget is None:
+    inside = ("heads", "joint", "anchor", "lookback", "k", "tail", "parameters")
+    head = ("frontier", *inside, "cost", "ms", "KL")
+    if limit is None:
         out.document({"frontier": [p.to_json() for p in points]}, lambda: table(head, rows))
         return None
     out.note(table(head, rows))
-    return replace(request, recipe=within(points, budget).recipe)
+    return replace(request, recipe=within(points, *limit).recipe)
 
 
 def _refuse(asked: dict[str, Any]) -> None:

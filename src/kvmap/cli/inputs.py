@@ -62,6 +62,22 @@ def ridge_or_auto(text: str | None) -> float | str | None:
     return value
 
 
+def share_or_milliseconds(text: str) -> tuple[float, str]:
+    """Read a budget: a number and its unit, "share" or "ms".
+
+    Raises:
+        UsageError: It is neither.
+    """
+    unit = "ms" if text.endswith("ms") else "share"
+    try:
+        value = float(text.removesuffix("ms"))
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"found --budget {text!r}, expected a share such as 0.1, or 5ms")
+    return value, unit
+
+
 def at_least(name: str, value: int | None, least: int) -> int | None:
     """Check a number.
 

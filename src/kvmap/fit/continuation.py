@@ -33,25 +33,36 @@ class Lesson:
         before: The source's cache of the head; None where there is none.
         native: The target's own cache of the head and the tokens to map.
         head: Tokens of the native head.
-        token_ids: [B, Q + 1]: the last token of the context and the continuation.
-        logits: [B, Q + 1, V], the target's own at these tokens.
+        tail: Tokens of the native tail.
+        token_ids: [B, tail + Q]: the tail of the context and the continuation.
+        logits: [B, Q + 1, V], the target's own from the last token of the context on.
     """
 
     source: KVCache
     before: KVCache | None
     native: KVCache
     head: int
+    tail: int
     token_ids: Tensor
     logits: Tensor
 
 
 def lesson(
-    cmap: CacheMap, models: tuple[LoadedModel, LoadedModel], token_ids: Tensor, continuation: int
+    head: int,
+    models: tuple[LoadedModel, LoadedModel],
+    token_ids: Tensor,
+    continuation: int,
+    tail: int = 1,
 ) -> Lesson:
-    """Let both models read sequences [B, T] whose last `continuation` tokens are to predict."""
+    """Let both models read sequences [B, T] whose last `continuation` tokens are to predict.
+
+    Args:
+        head: Tokens of the native head, where the context has as many.
+        tail: Tokens of the native tail.
+    """
     source, target = models
-    cut = token_ids.shape[1] - continuation - 1
-    head = min(cmap.options.native_head, cut - 1)
+    cut = token_ids.shape[1] - continuation - tail
+    head = min(head, cut - 1)
     read, _ = prefill(source, token_ids[:, :cut])
     native, logits = prefill(target, token_ids, keep_logits=continuation + 1)
     read = read.to(target.device, torch.float32)
@@ -61,6 +72,7 @@ def lesson(
         before,
         native.slice(0, cut),
         head,
+        tail,
         token_ids[:, cut:],
         logits.float(),
     )
@@ -75,7 +87,8 @@ def loss(
     past = concat(given.native.slice(0, given.head), mapped) if given.head else mapped
     past = past.to(dtype=target.dtype)
     _, logits = prefill(target, given.token_ids, past=past, keep_logits=0, gradient=True)
-    divergence = metrics.kl_divergence(given.logits, logits.float()).mean()
+    asked = logits[:, -given.logits.shape[1] :].float()
+    divergence = metrics.kl_divergence(given.logits, asked).mean()
     if not reconstruction:
         return divergence, divergence
     return divergence + reconstruction * relative_error(cmap, mapped, own), divergence

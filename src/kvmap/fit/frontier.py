@@ -1,31 +1,41 @@
-"""What quality costs: maps of several inputs, heads and k beside each other.
+"""What quality costs: maps of several inputs, heads, k and native tails beside each other.
 
 Quality is the held-out KL(native ‖ mapped) per token of a continuation, which the target itself
-measures; R² says little about it. Cost is the multiply-adds of mapping one token, counted twice,
-over the target's own for reading it (2 per weight). A map is on the frontier where none that
-costs as little is better.
+measures; R² says little about it. Cost is counted and measured, both for contexts of the
+calibration's length: the multiply-adds of map and tail over the target's own for a prefill (2 per
+weight and token), and the median time of applying the map and running the tail. A map is on the
+frontier where none that costs as little is better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvmap.engine import prepare
 from kvmap.errors import UsageError
 from kvmap.fit.closed_form import fit_closed_form
 from kvmap.fit.continuation import Lesson, lesson, loss
 from kvmap.fit.job import Job
 from kvmap.fit.recipes import Recipe, with_assignment
+from kvmap.handoff import map_middle
 from kvmap.layers import choose_top, score_layers
 from kvmap.mapping import CacheMap
+from kvmap.models import LoadedModel, prefill
 
 COUNTS = (1, 2, 4, 8)
+# By joint, anchor, lookback.
+INPUTS = ((False, False, 0), (False, False, 3), (True, False, 3), (True, True, 3))
 SEQUENCES = 8
 CONTINUATION = 32
+# Times that a candidate is applied, after once for nothing.
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -33,9 +43,10 @@ class Point:
     """One candidate.
 
     Attributes:
-        recipe: Its k is a number.
+        recipe: Its k is a number, its tail what a context of the calibration's length has.
         parameters: Of the map.
-        cost: Share of the target's own work per token.
+        cost: Share of a prefill's work.
+        milliseconds: Map and tail of one context, on the machine at hand.
         divergence: Held-out KL, nats per token.
         best: Whether it is on the frontier.
     """
@@ -43,6 +54,7 @@ class Point:
     recipe: Recipe
     parameters: int
     cost: float
+    milliseconds: float
     divergence: float
     best: bool = False
 
@@ -54,8 +66,11 @@ class Point:
             "heads": options.heads,
             "joint": options.joint,
             "anchor": options.anchor,
+            "lookback": options.lookback,
+            "native_tail": options.native_tail,
             "parameters": self.parameters,
             "cost": self.cost,
+            "milliseconds": self.milliseconds,
             "kl": self.divergence,
             "frontier": self.best,
         }
@@ -64,33 +79,64 @@ class Point:
 def frontier(job: Job) -> list[Point]:
     """Return all candidates, cheapest first, those on the frontier marked."""
     models = (job.open(0), job.open(1))
-    work = 2 * sum(tensor.numel() for tensor in models[1].model.parameters())
     unseen = job.calibration.token_ids("held_out")[:SEQUENCES]
-    candidates = list(_candidates(job))
+    length = unseen.shape[1]
+    reach = min(CONTINUATION, length // 4)
+    tails = sorted({1, job.recipe.options.tail_length(length)})
+    lessons = {
+        tail: lesson(job.recipe.options.native_head, models, unseen, reach, tail) for tail in tails
+    }
+    waits = {tail: _seconds(lambda at=at: _run_tail(at, models[1])) for tail, at in lessons.items()}
+    work = 2 * sum(tensor.numel() for tensor in models[1].model.parameters())
     scores = score_layers(
         job.splits.train, job.splits.held_out, job.splits.source, job.splits.target
     )
-    points, lessons = [], {}
+    candidates, points = list(_candidates(job)), []
     for done, recipe in enumerate(candidates):
         layers = choose_top(scores, recipe.k)
         fitted, _ = fit_closed_form(job.splits, layers, recipe.options, recipe.ridge)
         signatures = (job.calibration.source, job.calibration.target)
-        cmap = CacheMap(*signatures, fitted, recipe.options)
-        if not lessons:
-            lessons[0] = lesson(cmap, models, unseen, _reach(unseen))
-        divergence = _divergence(cmap, models[1], lessons[0])
-        points.append(Point(recipe, cmap.parameters, 2 * cmap.parameters / work, divergence))
+        cmap = prepare(CacheMap(*signatures, fitted, recipe.options), models[1].device)
+        for tail, given in lessons.items():
+            spent = waits[tail] + _seconds(lambda m=cmap, at=given: _run_map(m, at, models[1]))
+            share = 2 * cmap.parameters / work + tail / length
+            options = replace(recipe.options, native_tail=tail)
+            asked = replace(recipe, options=options)
+            divergence = float(_divergence(cmap, models[1], given))
+            points.append(Point(asked, cmap.parameters, share, 1e3 * spent, divergence))
         job.progress("frontier", done + 1, len(candidates))
     return marked(points)
 
 
-def _reach(unseen: Tensor) -> int:
-    return min(CONTINUATION, unseen.shape[1] // 4)
-
-
 @torch.no_grad()
-def _divergence(cmap: CacheMap, target: Any, given: Lesson) -> float:
-    return float(loss(cmap.to(target.device), target, given)[1])
+def _divergence(cmap: CacheMap, target: LoadedModel, given: Lesson) -> Tensor:
+    return loss(cmap, target, given)[1]
+
+
+def _run_map(cmap: CacheMap, given: Lesson, target: LoadedModel) -> None:
+    """Map one of a lesson's contexts."""
+    before = given.before and given.before.first(1)
+    past = given.native.slice(0, given.head).first(1) if given.head else None
+    map_middle(cmap, target, given.source.first(1), past=past, before=before)
+
+
+def _run_tail(given: Lesson, target: LoadedModel) -> None:
+    """Let the target read the tail of one of a lesson's contexts."""
+    prefill(target, given.token_ids[:1, : given.tail], past=given.native.first(1))
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """Return the median time of a few rounds."""
+    spent = []
+    for _ in range(1 + ROUNDS):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        spent.append(time.perf_counter() - started)
+    return median(spent[1:])
 
 
 def _candidates(job: Job) -> Iterator[Recipe]:
@@ -98,10 +144,9 @@ def _candidates(job: Job) -> Iterator[Recipe]:
     shapes = (job.splits.source, job.splits.target)
     counts = sorted({min(k, shapes[0].layers) for k in COUNTS})
     for heads in ("all", "matched"):
-        for joint, anchor in ((False, False), (False, True), (True, True)):
-            options = replace(
-                job.recipe.options, heads=heads, joint=joint, anchor=anchor, assignment=()
-            )
+        for joint, anchor, lookback in INPUTS:
+            reads = {"joint": joint, "anchor": anchor, "lookback": lookback}
+            options = replace(job.recipe.options, heads=heads, assignment=(), **reads)
             for k in counts:
                 yield replace(job.recipe, k=k, options=with_assignment(options, *shapes))
 
@@ -115,17 +160,38 @@ def marked(points: list[Point]) -> list[Point]:
     return found
 
 
-def within(points: list[Point], budget: float) -> Point:
+def within(points: list[Point], budget: float, unit: str = "share") -> Point:
     """Return the best point of at most this cost.
+
+    Args:
+        unit: "share" of a prefill's work, or "ms" for one context.
 
     Raises:
         UsageError: Every point costs more.
     """
-    affordable = [point for point in points if point.cost <= budget]
+    costs = [point.cost if unit == "share" else point.milliseconds for point in points]
+    affordable = [point for point, cost in zip(points, costs, strict=True) if cost <= budget]
     if not affordable:
-        least = min(point.cost for point in points)
+        shown = "of a prefill's work" if unit == "share" else "ms"
         raise UsageError(
-            f"no map costs at most {budget:.3g} of the target's own work per token; "
-            f"the cheapest takes {least:.3g}, see `kvmap fit --frontier`"
+            f"no map costs at most {budget:.3g} {shown}; the cheapest takes {min(costs):.3g}, "
+            "see `kvmap fit --frontier`"
         )
     return min(affordable, key=lambda point: point.divergence)
+
+
+def plot(points: list[Point], path: Any) -> None:
+    """Draw held-out KL by cost as an image, the frontier as a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for heads in ("all", "matched"):
+        mine = [point for point in points if point.recipe.options.heads == heads]
+        pairs = [(point.cost, point.divergence) for point in mine]
+        axes.loglog(*zip(*pairs, strict=True), "o", label=f"{heads} heads")
+    best = [(point.cost, point.divergence) for point in points if point.best]
+    axes.loglog(*zip(*best, strict=True), "-", color="black", label="frontier")
+    axes.set(xlabel="share of a prefill's work", ylabel="KL(native ‖ mapped), nats per token")
+    axes.legend()
+    figure.savefig(path)

@@ -97,7 +97,9 @@ def polish(
         run.look(models[1], unseen)
     while run.step < options.steps and not run.stale():
         drawn = _draw(train, run.step, options)
-        run.advance(lesson(cmap, models, drawn, options.continuation), models[1])
+        run.advance(
+            lesson(cmap.options.native_head, models, drawn, options.continuation), models[1]
+        )
         if run.step % options.every == 0 or run.step == options.steps:
             run.look(models[1], unseen)
             run.save(checkpoint)
@@ -128,7 +130,11 @@ def _unseen(
     """Return held-out lessons, half of them at half the length."""
     kept = held_out[: options.held_out]
     halves = kept[0::2], kept[1::2, : max(kept.shape[1] // 2, options.continuation + 3)]
-    return [lesson(cmap, models, half, options.continuation) for half in halves if len(half)]
+    return [
+        lesson(cmap.options.native_head, models, half, options.continuation)
+        for half in halves
+        if len(half)
+    ]
 
 
 @dataclass(eq=False)
