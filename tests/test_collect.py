@@ -18,7 +18,8 @@ from conftest import token_ids
 
 from kvmap import collect as module
 from kvmap.calibration import Calibration
-from kvmap.collect import CollectOptions, clear, collect, held_out_mask
+from kvmap.clearing import clear
+from kvmap.collect import CollectOptions, collect, held_out_mask
 from kvmap.columns import BACK, Block
 from kvmap.errors import UsageError
 from kvmap.fit import recipe, with_assignment
@@ -252,8 +253,8 @@ def test_killed_anywhere_it_resumes_to_the_same_bytes(
 
 def test_resumed_run_reads_no_model_again_for_shards_it_has(run, loaded, tmp_path, monkeypatch):
     seen = []
-    original = module._content
-    monkeypatch.setattr(module, "_content", lambda *args: seen.append(1) or original(*args))
+    original = module.content_rows
+    monkeypatch.setattr(module, "content_rows", lambda *args: seen.append(1) or original(*args))
     run(tmp_path / "whole")
     whole, stopped = len(seen), 0
 

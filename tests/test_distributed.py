@@ -9,7 +9,8 @@ import torch
 from entries import moments, noise
 
 from kvmap import pipeline
-from kvmap.calibration import SPLITS, Calibration
+from kvmap.calibration import Calibration
+from kvmap.calibration_files import SPLITS
 from kvmap.collect import CollectOptions, collect
 from kvmap.fit import recipe
 from kvmap.moments import Rows

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from kvmap import artifacts, atomic, header
-from kvmap.calibration import Calibration, load_rows
+from kvmap.calibration import Calibration
+from kvmap.calibration_files import load_rows
+from kvmap.clearing import clear
 from kvmap.cli import app as command
-from kvmap.collect import CollectOptions, clear
+from kvmap.collect import CollectOptions
 from kvmap.columns import BACK, KINDS
 from kvmap.errors import KvmapError, UsageError
 from kvmap.evaluate.journal import Journal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from dataclasses import dataclass
@@ -10,19 +9,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvmap import artifacts, header
-from kvmap.chosen import Layers, chosen_groups
-from kvmap.columns import BACK, KINDS, groups, head_sizes
+from kvmap.calibration_files import (
+    SPLITS,
+    empty_moments,
+    head_rows,
+    load_moments,
+    load_rows,
+    require_model,
+    require_shape,
+    scope_of,
+)
 from kvmap.errors import UsageError
-from kvmap.geometry import Geometry, Signature, json_digest
-from kvmap.moments import ACCUMULATE, Moments, Rows
+from kvmap.geometry import Signature, json_digest
+from kvmap.moments import Moments, Rows
 
 INDEX = "index.json"
 FILE = re.compile(r"(source|target|head)-\d+\.safetensors")
-SPLITS = ("train", "held_out")
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Calibration:
         artifact = artifacts.open_artifact(path, "tokens")
         count = self.index["sequences"]
         for name, shape in (("token_ids", (count, self.index["length"])), ("held_out", (count,))):
-            _require_shape(artifact, name, shape)
+            require_shape(artifact, name, shape)
         return artifact.tensors()
 
     def token_ids(self, split: str) -> Tensor:
@@ -98,7 +103,7 @@ class Calibration:
             return self._moments_from_dump(self.index["options"]["native_head"])
         made, metadata = load_moments(path)
         for side, expected in (("source", self.source), ("target", self.target)):
-            _require_model(path, metadata[side], expected)
+            require_model(path, metadata[side], expected)
         return made
 
     @cached_property
@@ -152,145 +157,8 @@ class Calibration:
             artifact = artifacts.open_artifact(self.path / name, "dump")
             members = artifact.tensor("held_out") == (split == "held_out")
             if members.any():
-                made.update(_head_rows(artifact, members, geometries))
+                made.update(head_rows(artifact, members, geometries))
         return made
-
-
-def _head_rows(
-    artifact: artifacts.Artifact, members: Tensor, geometries: tuple[Geometry, Geometry]
-) -> Rows:
-    source, target = geometries
-    sides = [("source", source, source.layers), ("target", target, target.layers)]
-    sides += [(side, source, 1) for side in BACK]
-    return Rows(
-        {
-            (side, kind): tuple(
-                _entries(artifact, f"{side}.{kind}.{layer}", len(members), geometry)[members]
-                for layer in range(layers)
-            )
-            for side, geometry, layers in sides
-            for kind in KINDS
-        }
-    )
-
-
-def empty_moments(
-    source: Geometry,
-    target: Geometry,
-    heads: str,
-    joint: bool,
-    layers: Layers | None = None,
-    products: torch.dtype = ACCUMULATE,
-) -> Moments:
-    """Return accumulators for a pair; of all layers, or of what a choice of them reads.
-
-    Args:
-        products: Dtype in which rows are multiplied before they are added up in float64.
-    """
-    found, sizes = groups(source, target, heads, joint), head_sizes(source, target)
-    if layers is not None:
-        found = chosen_groups(found, layers, sizes)
-    return Moments(found, sizes, products=products)
-
-
-def scope_of(options: dict[str, Any]) -> tuple[str, bool, Layers | None]:
-    """Return which moments recorded options keep: heads, joint, chosen layers."""
-    layers = options.get("layers")
-    return (
-        options["heads"],
-        options["joint"],
-        layers and tuple(tuple(map(operator.index, row)) for row in layers),
-    )
-
-
-def save_moments(path: Path, moments: dict[str, Moments], metadata: dict[str, Any]) -> Path:
-    """Write train and held-out moments as an artifact of kind "moments"."""
-    tensors = {
-        f"{split}.{name}": t
-        for split, found in moments.items()
-        for name, t in found.tensors.items()
-    }
-    return artifacts.write(path, "moments", tensors, metadata)
-
-
-def load_moments(path: Path) -> tuple[dict[str, Moments], dict[str, Any]]:
-    """Read train and held-out moments and their metadata.
-
-    Raises:
-        UsageError: The file is no sound moments artifact, or its shapes are not its models'.
-    """
-    artifact = artifacts.open_artifact(path, "moments")
-    with header.sound(path, "moments"):
-        geometries = tuple(
-            Signature.from_json(artifact.metadata[side]).geometry for side in ("source", "target")
-        )
-        scope = scope_of(artifact.metadata)
-    made = {}
-    for split in SPLITS:
-        made[split] = empty_moments(*geometries, *scope)
-        for name, empty in made[split].tensors.items():
-            _require_shape(artifact, f"{split}.{name}", tuple(empty.shape))
-            made[split].tensors[name] = artifact.tensor(f"{split}.{name}")
-    return made, artifact.metadata
-
-
-def load_rows(
-    source: Path, target: Path, models: tuple[Signature, Signature]
-) -> tuple[Rows, Tensor, Tensor]:
-    """Read one shard: rows of both models, their positions and sequence numbers [n].
-
-    Raises:
-        UsageError: The two files hold different tokens, or rows of other models.
-    """
-    opened = {
-        "source": artifacts.open_artifact(source, "dump"),
-        "target": artifacts.open_artifact(target, "dump"),
-    }
-    entries = {}
-    for (side, artifact), expected in zip(opened.items(), models, strict=True):
-        _require_model(artifact.path, artifact.metadata.get("model"), expected)
-        for name in ("position", "sequence"):
-            _require_shape(artifact, name, (len(artifact.tensor("position")),))
-        for kind in KINDS:
-            entries[side, kind] = tuple(
-                _entries(
-                    artifact, f"{kind}.{at}", len(artifact.tensor("position")), expected.geometry
-                )
-                for at in range(expected.geometry.layers)
-            )
-    count, geometry = len(opened["source"].tensor("position")), models[0].geometry
-    for side in BACK:
-        for kind in KINDS:
-            entries[side, kind] = (_entries(opened["source"], f"{side}.{kind}", count, geometry),)
-    places = {side: (a.tensor("position"), a.tensor("sequence")) for side, a in opened.items()}
-    if not all(torch.equal(*pair) for pair in zip(places["source"], places["target"], strict=True)):
-        raise UsageError(f"{source} and {target} hold different tokens; run `kvmap collect` again")
-    return Rows(entries), *places["source"]
-
-
-def _entries(artifact: artifacts.Artifact, name: str, rows: int, geometry: Geometry) -> Tensor:
-    """Return one layer's rows [n, H, D]."""
-    _require_shape(artifact, name, (rows, geometry.kv_heads, geometry.head_size))
-    return artifact.tensor(name)
-
-
-def _require_shape(artifact: artifacts.Artifact, name: str, shape: tuple[int, ...]) -> None:
-    if artifact.shape(name) != shape:
-        raise header.unusable(
-            artifact.path,
-            f"{name!r} has shape {artifact.shape(name)}, expected {shape}",
-            artifact.kind,
-        )
-
-
-def _require_model(path: Path, found: Any, expected: Signature) -> None:
-    with header.sound(path, "calibration"):
-        model = Signature.from_json(found)
-    if model.digest != expected.digest:
-        raise UsageError(
-            f"{path}: is of {model.name} (digest {model.digest[:12]}), expected {expected.name} "
-            f"(digest {expected.digest[:12]}); run `kvmap collect` again"
-        )
 
 
 _OPTIONS = {"stride": int, "native_head": int, "heads": str, "joint": bool}

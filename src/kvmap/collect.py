@@ -8,10 +8,7 @@ written last: without it there is no calibration.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,34 +17,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvmap import artifacts, atomic
-from kvmap.calibration import (
-    INDEX,
+from kvmap.calibration import INDEX, Calibration
+from kvmap.calibration_files import (
     SPLITS,
-    Calibration,
     empty_moments,
     load_moments,
     load_rows,
     save_moments,
     scope_of,
 )
-from kvmap.columns import BACK, KINDS, LOOKBACK
+from kvmap.clearing import RUN, clear
+from kvmap.columns import LOOKBACK
+from kvmap.content import content_rows
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest, pairing_problems
-from kvmap.models import LoadedModel, prefill
+from kvmap.models import LoadedModel
 from kvmap.moments import Rows
 from kvmap.ranks import Ranks, ranks
-from kvmap.rope import strip
 
-RUN = "run.json"
 PARTIAL = "moments.partial.safetensors"
-# All that a calibration or an interrupted run may hold; nothing else is ever removed.
-FILES = re.compile(
-    r"\.?(index\.json|run\.json|(tokens|moments|(\d+\.)?moments\.partial|(source|target|head)-\d+)"
-    r"\.safetensors)(\.\d+\.tmp)?"
-)
 # Without a dump, moments are saved this often, so that an interrupted run loses little.
 SAVE_SECONDS = 30.0
 
@@ -296,7 +286,7 @@ class _Run:
             return
         loaded = self.models.open(side)
         batches = [
-            _content(loaded, self.token_ids[batch], self.options.stride, LOOKBACK * (side == 0))
+            content_rows(loaded, self.token_ids[batch], self.options.stride, LOOKBACK * (side == 0))
             for batch in self._batches(shard)
         ]
         tensors = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -403,74 +393,7 @@ class _Run:
         return Calibration.open(self.out)
 
 
-def _content(
-    loaded: LoadedModel, token_ids: Tensor, stride: int, lookback: int
-) -> dict[str, Tensor]:
-    """Return content keys and values [B·T/stride, H, D] per layer, and positions.
-
-    Args:
-        lookback: Add layer 0 of that many tokens before each; zeros where there is none.
-    """
-    cache, _ = prefill(loaded, token_ids)
-    kept = torch.arange(0, token_ids.shape[1], stride, device=loaded.device)
-    positions = cache.positions[:, kept]
-    found = {"position": positions.reshape(-1).cpu()}
-    for layer, table in enumerate(loaded.signature.geometry.rope):
-        # A model spread over devices keeps each layer's cache where the layer is.
-        place = cache.keys[layer].device
-        keys = strip(cache.keys[layer][:, :, kept.to(place)], positions.to(place), table)
-        values = cache.values[layer][:, :, kept.to(place)]
-        for kind, tensor in (("key", keys), ("value", values)):
-            found[f"{kind}.{layer}"] = _as_rows(tensor, loaded.dtype)
-    table = loaded.signature.geometry.rope[0]
-    first = (strip(cache.keys[0], cache.positions, table), cache.values[0])
-    for back, side in enumerate(BACK[:lookback], 1):
-        for kind, tensor in zip(KINDS, first, strict=True):
-            late = pad(tensor, (0, 0, back, -back))[:, :, kept.to(tensor.device)]
-            found[f"{side}.{kind}"] = _as_rows(late, loaded.dtype)
-    return found
-
-
-def _as_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [B, H, T, D] as [B·T, H, D] on the CPU."""
-    return tensor.transpose(1, 2).flatten(0, 1).to(dtype).cpu()
-
-
 def _pick(rows: Rows, members: Tensor) -> Rows:
     return Rows(
         {name: tuple(tensor[members] for tensor in layers) for name, layers in rows.entries.items()}
-    )
-
-
-def clear(out: Path) -> None:
-    """Remove a calibration or an interrupted run, and nothing else.
-
-    Raises:
-        UsageError: The folder holds neither.
-    """
-    if not os.path.lexists(out):
-        return
-    if not out.is_dir():
-        raise UsageError(f"{out}: is no folder; choose another for the calibration")
-    files = sorted(out.iterdir())
-    foreign = [path.name for path in files if path.is_dir() or not FILES.fullmatch(path.name)]
-    if foreign or (files and not _is_ours(out)):
-        held = f"holds {foreign[0]!r} too" if foreign else "is no calibration"
-        raise UsageError(f"{out}: {held}, and is left alone; choose another folder")
-    # Killed half way, it is no calibration any more and can still be cleared.
-    if (out / INDEX).exists():
-        (out / INDEX).replace(out / RUN)
-    for path in out.iterdir():
-        if path.name != RUN:
-            path.unlink()
-    (out / RUN).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # a link to a folder, or where a disk is mounted
-        out.rmdir()
-
-
-def _is_ours(out: Path) -> bool:
-    """Return whether a folder says itself that it is a calibration or an interrupted run."""
-    return any(
-        (out / name).is_file() and artifacts.peek(out / name) in ("calibration", "run")
-        for name in (INDEX, RUN)
     )

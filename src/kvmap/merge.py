@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from kvmap import artifacts, atomic
-from kvmap.calibration import INDEX, SPLITS, Calibration, empty_moments, save_moments, scope_of
-from kvmap.collect import RUN, clear
+from kvmap.calibration import INDEX, Calibration
+from kvmap.calibration_files import SPLITS, empty_moments, save_moments, scope_of
+from kvmap.clearing import RUN, clear
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvmap import atomic, demo, fit, models, plan, text
-from kvmap.calibration import Calibration, scope_of
+from kvmap.calibration import Calibration
+from kvmap.calibration_files import scope_of
 from kvmap.collect import CollectOptions, collect
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe

@@ -16,7 +16,7 @@ from kvmap.bench.clock import Clock, timings
 from kvmap.bench.layers import prefill_seconds
 from kvmap.bench.pair import BenchOptions, random_tokens
 from kvmap.bench.shapes import USUAL_K, config_of, deepened, fast_dtype, near_layers, random_model
-from kvmap.calibration import empty_moments
+from kvmap.calibration_files import empty_moments
 from kvmap.collect import CollectOptions
 from kvmap.columns import BACK, KINDS
 from kvmap.errors import UsageError
