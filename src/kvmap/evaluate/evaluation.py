@@ -172,7 +172,7 @@ def check_name(name: str) -> None:
         return
     near = difflib.get_close_matches(name, (*TASKS, *(others or ())), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"kvmap has {', '.join(TASKS)}"
-    more = "" if others is not None else "; lm-eval's tasks need `pip install 'kvmap[eval]'`"
+    more = "" if others is not None else " (lm-eval's tasks need `pip install 'kvmap[eval]'`)"
     raise UsageError(f"no task named {name!r}; {hint}{more}")
 
 
