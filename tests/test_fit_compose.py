@@ -100,3 +100,22 @@ def test_a_map_of_low_rank_is_smaller_saved_loaded_and_applied(pair, calibration
     long_way = small.each(lambda _, part: Affine(part.weight @ part.up, part.bias))
     for made, wanted in zip(again.apply(cache).keys, long_way.apply(cache).keys, strict=True):
         torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_composed_map_is_measured_on_a_calibration(pair, calibration):
+    """After a map, one that changes nothing: the R² of the first, by layer and head."""
+    found = calibration("noisy_image")
+    splits = pipeline.splits(found, 0)
+    recipe = dataclasses.replace(fit.recipe("paper"), k=2)
+    layers = pipeline.select_layers(splits, recipe).layers
+    first = pipeline.fit_map(found, layers, recipe, lambda *_: None).cmap
+    target = found.target
+    eye = Affine(torch.eye(target.geometry.width)[None], torch.zeros(1, target.geometry.width))
+    same = tuple(LayerMap((layer,), eye, eye) for layer in range(target.geometry.layers))
+    second = CacheMap(target, target, same, MapOptions())
+    made = pipeline.measure_accuracy(compose(first, second), found)
+    for name, table in first.r2.items():
+        torch.testing.assert_close(made.r2[name], table, rtol=1e-4, atol=1e-5)
+    other = calibration("image")
+    with pytest.raises(UsageError, match=r"its source is .*give a calibration of the same pair"):
+        pipeline.measure_accuracy(made, other)

@@ -4,12 +4,15 @@ import copy
 import dataclasses
 
 import checkpoints
+import entries
 import pytest
 import torch
 from conftest import token_ids
 
 from kvmap import fit, pipeline
+from kvmap.cli import inputs
 from kvmap.collect import CollectOptions, collect
+from kvmap.errors import UsageError
 from kvmap.handoff import handoff
 from kvmap.mapping import CacheMap
 from kvmap.models import continue_logits, prefill
@@ -118,3 +121,13 @@ def test_native_layers_are_the_targets_own(dumped, count, tmp_path, monkeypatch)
     for start, stop in ((0, 3), (3, 20), (20, 48)):
         session.append(whole.slice(start, stop))
     torch.testing.assert_close(session.cache.values[count - 1], native.values[count - 1][:1])
+
+
+def test_heads_can_be_assigned_by_hand():
+    changed = inputs.edited_recipe("kvmap-matched", {}, {"assignment": inputs.heads_or_none("1,0")})
+    shapes = (entries.geometry(2, 2, 4), entries.geometry(2, 2, 4))
+    assert fit.with_assignment(changed.options, *shapes).assignment == (1, 0)
+    assert inputs.heads_or_none("best") is None
+    for wrong in ((0,), (0, 2)):
+        with pytest.raises(UsageError, match=r"expected 2 numbers from 0 to 1; give one"):
+            fit.with_assignment(dataclasses.replace(changed.options, assignment=wrong), *shapes)

@@ -270,6 +270,25 @@ def fit_map(
     return Fitted(cmap, scores, time.perf_counter() - started)
 
 
+def measure_accuracy(cmap: CacheMap, calibration: Calibration) -> CacheMap:
+    """Return a linear map with its R² on the rows of a calibration, train and held out.
+
+    Raises:
+        UsageError: The calibration is of another pair, or keeps too little.
+    """
+    for side in ("source", "target"):
+        expected, found = getattr(cmap, side), getattr(calibration, side)
+        if expected.digest != found.digest:
+            raise UsageError(
+                f"{calibration.path}: its {side} is {found.name}, the map's is {expected.name}; "
+                "give a calibration of the same pair"
+            )
+    data = splits(calibration, cmap.options.native_head)
+    made = replace(fit.recipe("kvmap"), options=cmap.options)
+    job = fit.Job(calibration, data, (), made, (), lambda *_: None)
+    return accuracy.measured(job, cmap)
+
+
 def _polished(job: fit.Job, cmap: CacheMap) -> CacheMap:
     """Polish a map on the calibration's own sequences; an interrupted polish is taken up."""
     key = json_digest([job.calibration.digest, job.layers, fit.describe(job.recipe)])

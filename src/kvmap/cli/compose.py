@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from kvmap.cli import options
-from kvmap.cli.output import Output, amount
+from kvmap.cli.output import Output, amount, figure
 
 EXAMPLES = (
     "kvmap compose s-m.map m-l.map -o s-l.map",
-    "kvmap compose s-m.map m-l.map -o s-l.map --json",
+    "kvmap compose s-m.map m-l.map -o s-l.map --calibration s-l.calib",
 )
 
 
@@ -20,6 +20,12 @@ def run(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="MAP", help="Where to write the map.")
     ],
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration", metavar="CALIB", help="Of source and target: measure the map on it."
+        ),
+    ] = None,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -29,15 +35,23 @@ def run(
     The hub's own head and tail are lost.
     """
     from kvmap.artifacts import refuse_overwrite
+    from kvmap.calibration import Calibration
     from kvmap.fit.compose import compose
     from kvmap.mapping import CacheMap
+    from kvmap.pipeline import measure_accuracy
 
     out = Output(as_json, quiet)
     refuse_overwrite(output, force)
     made = compose(CacheMap.load(first), CacheMap.load(second))
+    report = {"map": str(output), "parameters": made.parameters}
+    if calibration is not None:
+        made = measure_accuracy(made, Calibration.open(calibration))
+        report["r2"] = made.provenance["r2"]
+        for kind, value in report["r2"]["held_out"].items():
+            out.note(f"R² of {kind}s: {figure(value)} held out")
     made.save(output)
     out.note(
         f"{made.source.name} → {made.target.name}: {made.parameters} parameters "
         f"({amount(4 * made.parameters)}); measure it with `kvmap eval {output}`"
     )
-    out.result(output, {"map": str(output), "parameters": made.parameters})
+    out.result(output, report)

@@ -73,7 +73,11 @@ def run(
     ] = None,
     assign: Annotated[
         str | None,
-        typer.Option("--assign", metavar="ratio|best", help="How matched heads are paired."),
+        typer.Option(
+            "--assign",
+            metavar="ratio|best|N,N",
+            help="How matched heads are paired, or the source head that each target head reads.",
+        ),
     ] = None,
     joint: Annotated[
         bool | None, typer.Option("--joint/--no-joint", help="Keys and values from both.")
@@ -139,7 +143,9 @@ def run(
     out = Output(as_json, quiet)
     if output is not None:
         refuse_overwrite(output, force)
+    assigned = inputs.heads_or_none(assign)
     parts = {
+        "assignment": assigned,
         "heads": inputs.one_of("--heads", heads, "all", "matched"),
         "joint": joint,
         "anchor": anchor,
@@ -156,7 +162,7 @@ def run(
     wanted = {
         "k": inputs.count_or_auto("-k", k),
         "ridge": inputs.ridge_or_auto(ridge),
-        "assign": inputs.one_of("--assign", assign, "ratio", "best"),
+        "assign": None if assigned else inputs.one_of("--assign", assign, "ratio", "best"),
         "method": method if networks else None,
         "weights": inputs.one_of("--weights", weights, "none", "attention"),
         "width": inputs.at_least("--width", width, 1),

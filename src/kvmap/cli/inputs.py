@@ -62,6 +62,12 @@ def ridge_or_auto(text: str | None) -> float | str | None:
     return value
 
 
+def heads_or_none(text: str | None) -> tuple[int, ...] | None:
+    """Read numbers of heads joined by commas; None where the text is something else."""
+    parts = (text or "").split(",")
+    return tuple(map(int, parts)) if all(p.isdecimal() and len(p) < 6 for p in parts) else None
+
+
 def share_or_milliseconds(text: str) -> tuple[float, str]:
     """Read a budget: a number and its unit, "share" or "ms".
 

@@ -32,7 +32,8 @@ def tables(scores: FitScores) -> dict[str, Tensor]:
 
 def measured(job: Job, cmap: CacheMap) -> CacheMap:
     """Return the map with R² of the weights that it has now."""
-    found = {name: table.clone() for name, table in cmap.r2.items()}
+    shape = (len(cmap.layers), cmap.target.geometry.kv_heads)
+    found = {f"{split}.{kind}": torch.ones(shape) for split in SPLITS for kind in KINDS}
     rows = None
     for index, layer in enumerate(cmap.layers):
         for kind in KINDS if layer else ():

@@ -78,8 +78,18 @@ def recipe(name: str) -> Recipe:
 
 
 def with_assignment(options: MapOptions, source: Geometry, target: Geometry) -> MapOptions:
-    """Fill in which source head each target head reads."""
-    if options.heads != "matched" or options.assignment:
+    """Fill in which source head each target head reads, where the options do not say.
+
+    Raises:
+        UsageError: They say it of heads that are not there.
+    """
+    given = options.assignment
+    if given and (len(given) != target.kv_heads or max(given) >= source.kv_heads):
+        raise UsageError(
+            f"heads {','.join(map(str, given))} are assigned, expected {target.kv_heads} numbers "
+            f"from 0 to {source.kv_heads - 1}; give one source head for each target head"
+        )
+    if options.heads != "matched" or given:
         return options
     return replace(options, assignment=head_assignment(source.kv_heads, target.kv_heads))
 
