@@ -20,7 +20,7 @@ from kvmap.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAIRS = (("tiny-m", "tiny-l"), ("tiny-l", "tiny-m"))
+PAIRS = (("tiny-m", "tiny-l"), ("tiny-s", "tiny-l"), ("tiny-l", "tiny-m"))
 RECIPES = ("paper", "cachebridge", "kvmap")
 FIT = "--sequences 200 --length 512 --stride 1"
 EVAL = "--limit 100"

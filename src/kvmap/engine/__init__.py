@@ -65,7 +65,8 @@ def apply(
     for start in range(0, cache.tokens, work.chunk):
         stop = min(start + work.chunk, cache.tokens)
         part = None if first is None else tuple(tensor[:, :, start:stop] for tensor in first)
-        trail = Trail.of(cache, start, stop, cmap.options.lookback, before)
+        lookback = cmap.options.lookback
+        trail = Trail.of(cache, start, stop, lookback, before) if lookback else None
         chunk = make(cmap, cache.slice(start, stop), part, work, trail)
         chunk.write(out.slice(start, stop))
 

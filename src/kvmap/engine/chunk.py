@@ -31,7 +31,7 @@ class Chunk:
         cache: KVCache,
         first: FirstLayer | None,
         work: Workspace,
-        trail: Trail,
+        trail: Trail | None,
     ) -> None:
         self.cmap, self.first, self.work = cmap, first, work
         self.shape = tuple(cache.positions.shape)

@@ -179,7 +179,7 @@ class FusedChunk:
         cache: KVCache,
         first: FirstLayer | None,
         work: FusedPlan,
-        trail: Trail,
+        trail: Trail | None,
     ) -> None:
         self.cmap, self.first, self.work = cmap, first, work
         source, target = cmap.source.geometry, cmap.target.geometry
