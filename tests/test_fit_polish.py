@@ -35,8 +35,9 @@ def test_the_differentiable_map_is_the_map(start):
     models, cmap, sequences, _ = start
     given = continuation.lesson(cmap.options.native_head, models, sequences[1], 8)
     own = given.native.slice(given.head, given.native.tokens)
-    found = continuation.map_with_gradient(cmap, given.source, own)
-    wanted = map_middle(cmap, models[1], given.source)
+    assert given.before.tokens == given.head > 0
+    found = continuation.map_with_gradient(cmap, given.source, own, given.before)
+    wanted = map_middle(cmap, models[1], given.source, before=given.before)
     for made, expected in zip(
         (*found.keys, *found.values), (*wanted.keys, *wanted.values), strict=True
     ):

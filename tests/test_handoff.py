@@ -8,6 +8,7 @@ import torch
 from conftest import token_ids
 
 from kvmap import fit
+from kvmap.bench.shapes import random_map
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe
 from kvmap.handoff import check_pair, handoff
@@ -181,6 +182,20 @@ def test_native_head_is_exact(loaded, native, head):
         found, expected = done.cache.values[layer], values[layer]
         torch.testing.assert_close(found[:, :, :head], expected[:, :, :head])
         assert (found[:, :, head:-1] - expected[:, :, head:-1]).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("head", [1, 4])
+def test_what_is_mapped_looks_back_into_the_native_head(loaded, head):
+    """The middle is that of a map of the whole context: the source has read the head as well."""
+    model, ids = loaded("qwen3_small"), token_ids(2, 40)
+    options = MapOptions(lookback=3, native_head=head)
+    signatures = (model.signature, model.signature)
+    cmap = random_map(signatures, Recipe(2, 0.0, options), torch.device("cpu"), torch.float32)
+    own, _ = prefill(model, ids)
+    whole, done = cmap.apply(own), handoff(cmap, model, own, ids).cache
+    for layer in range(done.layers):
+        for found, wanted in ((done.keys, whole.keys), (done.values, whole.values)):
+            torch.testing.assert_close(found[layer][:, :, head:-1], wanted[layer][:, :, head:-1])
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from kvmap.models import continue_logits, prefill
 from kvmap.streaming import StreamingMap
 
 PLAIN = MapOptions()
-EXACT = MapOptions(joint=True, anchor=True, exact_first=True, native_head=4, native_tail=3)
-OPTIONS = [PLAIN, MapOptions(heads="matched", native_head=5), EXACT]
+EXACT = MapOptions(
+    joint=True, anchor=True, exact_first=True, lookback=3, native_head=4, native_tail=3
+)
+OPTIONS = [PLAIN, MapOptions(heads="matched", lookback=2, native_head=1), EXACT]
 
 
 @pytest.fixture(scope="module")
