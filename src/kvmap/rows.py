@@ -52,7 +52,7 @@ def of_split(file: Path, split: str) -> bool:
 
 def _file_rows(path: Path) -> Iterator[Placed]:
     if not os.path.isfile(path):
-        raise UsageError(f"{path}: no such file; give a data set with `--dataset`")
+        raise UsageError(f"{path}: no such file; name a file that is there, or a data set")
     if path.suffix not in READERS:
         raise UsageError(f"{path}: expected a {', '.join(READERS)} file or a folder of them")
     try:
@@ -139,5 +139,5 @@ def _hub_rows(where: str, split: str) -> Iterator[Placed]:
         reason = str(error).partition("\n")[0][:200]
         raise UsageError(
             f"{where}: neither a local file nor a readable hub data set ({reason}); "
-            "give a local .jsonl, .parquet or .txt file with `--dataset`"
+            "give a local .jsonl, .parquet or .txt file"
         ) from error

@@ -112,7 +112,7 @@ def _documents_of(source: str, split: str, tokenizer: Any, tokens: int, seed: in
         if text:
             yield text
     if not found:
-        raise UsageError(f"{where}: holds no text; give another source with `--dataset`")
+        raise UsageError(f"{where}: holds no text; give another source")
 
 
 def _text_of(row: Mapping[str, Any], column: str, tokenizer: Any, place: str) -> str:
