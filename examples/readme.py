@@ -9,11 +9,13 @@ import ast
 import datetime
 import json
 import os
+import platform
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from kvmap.cli import app
@@ -96,7 +98,9 @@ def results(folder: Path) -> str:
             rows.append(_result(source, target, recipe, json.loads(made)))
     today = datetime.date.today().isoformat()
     how = f"`kvmap fit SOURCE TARGET --recipe R {FIT}`, then `kvmap eval MAP {EVAL}`"
-    return "\n".join([f"{today}, {how}; 95 % intervals over documents.", "", *rows])
+    where = f"{platform.machine()}, {os.cpu_count()} cores, fp32"
+    text = f"{today}, {where}: {how}; 95 % intervals over documents."
+    return "\n".join([textwrap.fill(text, 100, break_on_hyphens=False), "", *rows])
 
 
 def _result(source: str, target: str, recipe: str, found: dict) -> str:

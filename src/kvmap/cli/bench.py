@@ -13,7 +13,6 @@ from kvmap.cli.output import Output
 from kvmap.errors import FloorMissed, UsageError
 
 EXAMPLES = (
-    "kvmap bench --context 1024,4096",
     "kvmap bench m-l.map --context 8192 --min-speedup 5 --json",
     "kvmap bench --only map --context 256,1024,4096,16384",
 )

@@ -15,8 +15,7 @@ from kvmap.errors import UsageError
 
 EXAMPLES = (
     "kvmap collect tiny-m tiny-l -o m-l.calib --sequences 200 --length 512",
-    "kvmap collect tiny-m tiny-l --layers m-l.layers -o m-l.calib",
-    "kvmap collect qwen3-8b qwen3-14b --dataset fineweb-edu,chats.jsonl --no-dump -n",
+    "kvmap collect qwen3-8b qwen3-14b --layers q.layers --dataset fineweb-edu,chats.jsonl -n",
 )
 
 
