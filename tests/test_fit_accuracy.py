@@ -9,6 +9,7 @@ import torch
 from kvmap import artifacts, pipeline
 from kvmap.errors import UsageError
 from kvmap.fit import RECIPES
+from kvmap.fit.accuracy import rounded_away
 from kvmap.mapping import CacheMap
 
 LAYERS = ((0,), (0,), (1,), (2,))
@@ -59,3 +60,11 @@ def test_a_table_of_another_shape_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"r2.train.key is \(2, 2\), expected \(3, 2\)"):
         CacheMap.load(path)
     assert "r2.train.key" in artifacts.open_artifact(path).names()
+
+
+def test_more_than_all_explained_is_said_to_be_rounding(calibration):
+    cmap = _fitted(calibration("noisy_image")).cmap
+    assert not rounded_away(cmap)
+    beyond = {name: table.clone() for name, table in cmap.r2.items()}
+    beyond["held_out.key"][2, 1] = 1.007
+    assert rounded_away(replace(cmap, r2=beyond))

@@ -283,6 +283,7 @@ def _fit_models(
 
 
 def _describe(out: Output, report: FitReport) -> None:
+    from kvmap.fit.accuracy import rounded_away
     from kvmap.pipeline import LOW_ROWS_PER_INPUT
 
     made = report.cmap.provenance
@@ -291,6 +292,11 @@ def _describe(out: Output, report: FitReport) -> None:
     for kind in ("key", "value"):
         train, held_out = (made["r2"][split][kind] for split in ("train", "held_out"))
         out.note(f"R² of {kind}s: {figure(held_out)} held out, {figure(train)} in sample")
+    if rounded_away(report.cmap):
+        out.note(
+            "warning: an R² is more than 1, so the moments lack digits for so small a ridge; "
+            "collect with --products float64, or give a larger --ridge"
+        )
     ratio = made["rows_per_input"]
     out.note(
         f"k = {report.k}, {report.cmap.parameters} parameters "

@@ -30,6 +30,11 @@ def tables(scores: FitScores) -> dict[str, Tensor]:
     }
 
 
+def rounded_away(cmap: CacheMap) -> bool:
+    """Return whether some R² is more than 1: moments lack the digits that so small a λ needs."""
+    return any(bool((table > 1 + 1e-6).any()) for table in cmap.r2.values())
+
+
 def measured(job: Job, cmap: CacheMap) -> CacheMap:
     """Return the map with R² of the weights that it has now."""
     shape = (len(cmap.layers), cmap.target.geometry.kv_heads)
