@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvmap import artifacts, header
 from kvmap.chosen import Layers, chosen_groups
-from kvmap.columns import BACK, KINDS, groups, head_sizes
+from kvmap.columns import BACK, KINDS, entry_sides, groups, head_sizes
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, Signature
 from kvmap.moments import ACCUMULATE, Moments, Rows
@@ -23,16 +23,13 @@ def head_rows(
     artifact: artifacts.Artifact, members: Tensor, geometries: tuple[Geometry, Geometry]
 ) -> Rows:
     """Return the rows of first tokens, which are kept apart, of some members [n] of a file."""
-    source, target = geometries
-    sides = [("source", source, source.layers), ("target", target, target.layers)]
-    sides += [(side, source, 1) for side in BACK]
     return Rows(
         {
             (side, kind): tuple(
                 _entries(artifact, f"{side}.{kind}.{layer}", len(members), geometry)[members]
                 for layer in range(layers)
             )
-            for side, geometry, layers in sides
+            for side, geometry, layers in entry_sides(*geometries)
             for kind in KINDS
         }
     )

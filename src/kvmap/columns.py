@@ -48,6 +48,12 @@ def head_sizes(source: Geometry, target: Geometry) -> dict[str, int]:
     return of_source | {"target": target.head_size}
 
 
+def entry_sides(source: Geometry, target: Geometry) -> list[tuple[str, Geometry, int]]:
+    """Return a row's sides with the model each is of and the layers it holds."""
+    back = [(side, source, 1) for side in BACK]
+    return [("source", source, source.layers), ("target", target, target.layers), *back]
+
+
 def head_assignment(source_heads: int, target_heads: int) -> tuple[int, ...]:
     """Return the source KV head each target KV head reads, by index ratio."""
     return tuple(head * source_heads // target_heads for head in range(target_heads))

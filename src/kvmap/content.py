@@ -30,6 +30,8 @@ def content_rows(
         values = cache.values[layer][:, :, kept.to(place)]
         for kind, tensor in (("key", keys), ("value", values)):
             found[f"{kind}.{layer}"] = _as_rows(tensor, loaded.dtype)
+    if not lookback:
+        return found
     table = loaded.signature.geometry.rope[0]
     first = (strip(cache.keys[0], cache.positions, table), cache.values[0])
     for back, side in enumerate(BACK[:lookback], 1):

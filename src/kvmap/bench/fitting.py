@@ -18,7 +18,7 @@ from kvmap.bench.pair import BenchOptions, random_tokens
 from kvmap.bench.shapes import USUAL_K, config_of, deepened, fast_dtype, near_layers, random_model
 from kvmap.calibration_files import empty_moments
 from kvmap.collect import CollectOptions
-from kvmap.columns import BACK, KINDS
+from kvmap.columns import KINDS, entry_sides
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe, Splits, with_assignment
 from kvmap.fit.closed_form import RIDGE_GRID, layer_score
@@ -104,15 +104,13 @@ def _moments(shapes: tuple[Geometry, Geometry], recipe: Recipe) -> Moments:
 def _drawn(shapes: tuple[Geometry, Geometry], seed: int) -> Rows:
     """Draw entries [n, H, D] of every layer."""
     generator = torch.Generator().manual_seed(seed)
-    sides = [("source", shapes[0], shapes[0].layers), ("target", shapes[1], shapes[1].layers)]
-    sides += [(side, shapes[0], 1) for side in BACK]
     return Rows(
         {
             (side, kind): tuple(
                 torch.randn(ROWS, shape.kv_heads, shape.head_size, generator=generator)
                 for _ in range(depth)
             )
-            for side, shape, depth in sides
+            for side, shape, depth in entry_sides(*shapes)
             for kind in KINDS
         }
     )

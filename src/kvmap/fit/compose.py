@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvmap.columns import BACK, KINDS
+from kvmap.columns import KINDS, head_sizes
 from kvmap.errors import UsageError
+from kvmap.map_options import input_blocks
 from kvmap.mapping import Affine, CacheMap, LayerMap
 
 # By (layer, kind, head) of one model: the rows of a weight that read it.
@@ -105,21 +106,11 @@ def _hub_head(
 def input_rows(cmap: CacheMap, layers: tuple[int, ...], kind: str) -> tuple[Rows, int]:
     """Return where each (side, layer, kind, head) stands in all heads' inputs, and their number."""
     source, target = cmap.source.geometry, cmap.target.geometry
-    kinds = KINDS if cmap.options.joint else (kind,)
-    names = [
-        ("source", layer, part, head)
-        for layer in layers
-        for part in kinds
-        for head in range(source.kv_heads)
-    ]
-    if cmap.options.anchor:
-        names += [("target", 0, part, head) for part in KINDS for head in range(target.kv_heads)]
-    for side in BACK[: cmap.options.lookback]:
-        names += [(side, 0, part, head) for part in KINDS for head in range(source.kv_heads)]
+    heads, sizes = (source.kv_heads, target.kv_heads), head_sizes(source, target)
     rows, stop = {}, 0
-    for name in names:
-        start, stop = stop, stop + (target if name[0] == "target" else source).head_size
-        rows[name] = slice(start, stop)
+    for block in input_blocks(cmap.options, layers, kind, None, heads):
+        start, stop = stop, stop + sizes[block.side]
+        rows[block.side, block.layer, block.kind, block.head] = slice(start, stop)
     return rows, stop
 
 

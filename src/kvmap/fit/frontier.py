@@ -9,9 +9,9 @@ frontier where none that costs as little is better.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,7 +24,7 @@ from kvmap.fit.closed_form import fit_closed_form
 from kvmap.fit.continuation import Lesson, lesson, loss
 from kvmap.fit.job import Job
 from kvmap.fit.recipes import Recipe, with_assignment
-from kvmap.handoff import map_middle
+from kvmap.handoff import LapClock, map_middle
 from kvmap.layers import choose_top, score_layers
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
@@ -86,7 +86,8 @@ def frontier(job: Job) -> list[Point]:
     lessons = {
         tail: lesson(job.recipe.options.native_head, models, unseen, reach, tail) for tail in tails
     }
-    waits = {tail: _seconds(lambda at=at: _run_tail(at, models[1])) for tail, at in lessons.items()}
+    timed = partial(_seconds, models[1].device)
+    waits = {tail: timed(lambda at=at: _run_tail(at, models[1])) for tail, at in lessons.items()}
     work = 2 * sum(tensor.numel() for tensor in models[1].model.parameters())
     scores = score_layers(
         job.splits.train, job.splits.held_out, job.splits.source, job.splits.target
@@ -98,7 +99,7 @@ def frontier(job: Job) -> list[Point]:
         signatures = (job.calibration.source, job.calibration.target)
         cmap = prepare(CacheMap(*signatures, fitted, recipe.options), models[1].device)
         for tail, given in lessons.items():
-            spent = waits[tail] + _seconds(lambda m=cmap, at=given: _run_map(m, at, models[1]))
+            spent = waits[tail] + timed(lambda m=cmap, at=given: _run_map(m, at, models[1]))
             share = 2 * cmap.parameters / work + tail / length
             options = replace(recipe.options, native_tail=tail)
             asked = replace(recipe, options=options)
@@ -125,17 +126,13 @@ def _run_tail(given: Lesson, target: LoadedModel) -> None:
     prefill(target, given.token_ids[:1, : given.tail], past=given.native.first(1))
 
 
-def _seconds(run: Callable[[], None]) -> float:
+def _seconds(device: torch.device, run: Callable[[], None]) -> float:
     """Return the median time of a few rounds."""
-    spent = []
+    clock, spent = LapClock(device), []
     for _ in range(1 + ROUNDS):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        started = time.perf_counter()
         run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        spent.append(time.perf_counter() - started)
+        clock.lap("run")
+        spent.append(clock.seconds["run"])
     return median(spent[1:])
 
 
