@@ -6,6 +6,7 @@ source, t target. Keys are as the model caches them (after RoPE) unless called c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -105,6 +106,18 @@ def concat(first: KVCache, second: KVCache) -> KVCache:
         torch.cat((first.positions, second.positions), dim=1),
         torch.cat((first.token_ids, second.token_ids), dim=1) if known else None,
         torch.cat((_full_mask(first), _full_mask(second)), dim=1) if masked else None,
+    )
+
+
+def batched(caches: Sequence[KVCache]) -> KVCache:
+    """Join caches of one model, of as many tokens each, none padded, into one batch."""
+    join = lambda tensors: torch.cat(tuple(tensors))  # noqa: E731
+    known = all(cache.token_ids is not None for cache in caches)
+    return KVCache(
+        tuple(map(join, zip(*(cache.keys for cache in caches), strict=True))),
+        tuple(map(join, zip(*(cache.values for cache in caches), strict=True))),
+        join(cache.positions for cache in caches),
+        join(cache.token_ids for cache in caches) if known else None,
     )
 
 

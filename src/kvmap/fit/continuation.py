@@ -10,18 +10,22 @@ memory grows with its length, not with the context's. The loss is
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvmap import metrics
-from kvmap.cache import KVCache, concat
+from kvmap.cache import KVCache, batched, concat
 from kvmap.columns import KINDS
 from kvmap.engine.trail import Trail
 from kvmap.mapping import CacheMap, LayerMap
 from kvmap.models import LoadedModel, prefill
 from kvmap.rope import rotate_with_gradient, strip
+
+# Of caches of calibration sequences that a polish keeps.
+KEPT_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,22 +64,54 @@ def lesson(
         head: Tokens of the native head, where the context has as many.
         tail: Tokens of the native tail.
     """
-    source, target = models
-    cut = token_ids.shape[1] - continuation - tail
-    head = min(head, cut - 1)
-    read, _ = prefill(source, token_ids[:, :cut])
-    native, logits = prefill(target, token_ids, keep_logits=continuation + 1)
-    read = read.to(target.device, torch.float32)
-    before = read.slice(0, head) if head else None
-    return Lesson(
-        read.slice(head, cut),
-        before,
-        native.slice(0, cut),
-        head,
-        tail,
-        token_ids[:, cut:],
-        logits.float(),
+    return Readings(models, token_ids).lesson(
+        head, torch.arange(len(token_ids)), token_ids.shape[1], continuation, tail
     )
+
+
+class Readings:
+    """What both models made of sequences, each read once and kept while there is room.
+
+    A cache of a sequence begins with the cache of any of its beginnings, so one reading serves
+    every cut of it.
+    """
+
+    def __init__(
+        self, models: tuple[LoadedModel, LoadedModel], token_ids: Tensor, room: int = KEPT_BYTES
+    ) -> None:
+        """Take sequences [N, T] and the bytes that may be kept of their caches."""
+        self.models, self.token_ids, self.room = models, token_ids, room
+        self.kept: OrderedDict[int, tuple[KVCache, KVCache]] = OrderedDict()
+
+    def lesson(
+        self, head: int, chosen: Tensor, stop: int, continuation: int, tail: int = 1
+    ) -> Lesson:
+        """Make a lesson of the first `stop` tokens of some sequences, by number."""
+        cut = stop - continuation - tail
+        head = min(head, cut - 1)
+        source, native = (
+            batched([cache.slice(0, cut) for cache in caches])
+            for caches in zip(*map(self._read, chosen.tolist()), strict=True)
+        )
+        after = self.token_ids[chosen, cut:stop]
+        target = self.models[1]
+        _, logits = prefill(target, after, past=native, keep_logits=continuation + 1)
+        source = source.to(target.device, torch.float32)
+        before = source.slice(0, head) if head else None
+        mapped = source.slice(head, cut)
+        return Lesson(mapped, before, native, head, tail, after, logits.float())
+
+    def _read(self, at: int) -> tuple[KVCache, KVCache]:
+        """Return both models' caches of one sequence; forget those used longest ago."""
+        if at in self.kept:
+            self.kept.move_to_end(at)
+            return self.kept[at]
+        read = tuple(prefill(model, self.token_ids[at : at + 1])[0] for model in self.models)
+        each = sum(cache.bytes for cache in read)
+        while self.kept and (len(self.kept) + 1) * each > self.room:
+            self.kept.popitem(last=False)
+        self.kept[at] = read
+        return read
 
 
 def loss(

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvmap import artifacts
 from kvmap.errors import UsageError
 from kvmap.fit.closed_form import Splits
-from kvmap.fit.continuation import Lesson, lesson, loss
+from kvmap.fit.continuation import Lesson, Readings, lesson, loss
 from kvmap.fit.coordinates import Coordinates
 from kvmap.geometry import json_digest
 from kvmap.mapping import CacheMap
@@ -93,13 +93,13 @@ def polish(
     run = _Run(start, Coordinates.of(start, splits), options, json_digest(_key(cmap, options)))
     run.resume(checkpoint)
     unseen = _unseen(cmap, models, held_out, options)
+    readings = Readings(models, train)
     if not run.history:
         run.look(models[1], unseen)
     while run.step < options.steps and not run.stale():
         drawn = _draw(train, run.step, options)
-        run.advance(
-            lesson(cmap.options.native_head, models, drawn, options.continuation), models[1]
-        )
+        given = readings.lesson(cmap.options.native_head, *drawn, options.continuation)
+        run.advance(given, models[1])
         if run.step % options.every == 0 or run.step == options.steps:
             run.look(models[1], unseen)
             run.save(checkpoint)
@@ -115,13 +115,13 @@ def _key(cmap: CacheMap, options: PolishOptions) -> list[Any]:
     return [cmap.source.digest, cmap.target.digest, cmap.provenance, asdict(options)]
 
 
-def _draw(train: Tensor, step: int, options: PolishOptions) -> Tensor:
-    """Return the sequences [B, T'] of a step, cut to a length of its own."""
+def _draw(train: Tensor, step: int, options: PolishOptions) -> tuple[Tensor, int]:
+    """Return the numbers [B] of a step's sequences and where they are cut off."""
     generator = torch.Generator().manual_seed((options.seed << 32) + step)
     chosen = torch.randint(len(train), (options.batch,), generator=generator)
     least = max(int(train.shape[1] * LEAST_CONTEXT), 2) + options.continuation
     stop = torch.randint(min(least, train.shape[1]), train.shape[1] + 1, (), generator=generator)
-    return train[chosen, : int(stop)]
+    return chosen, int(stop)
 
 
 def _unseen(
