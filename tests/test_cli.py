@@ -95,6 +95,8 @@ def test_wrong_usage_ends_with_code_2(kvmap_run):
         (["show"], "Missing argument 'FILE'"),
         (["fit", "a", "b", "-k", "many"], "found -k 'many', expected a number from 1, or auto"),
         (["fit", "a", "b", "--ridge", "-1"], "found --ridge '-1', expected a number from 0"),
+        (["fit", "a", "b", "--rank", "0"], "found --rank '0', expected a number from 1, a share"),
+        (["fit", "a", "b", "--rank", "2.5"], "found --rank '2.5', expected a number from 1"),
         (["fit", "a", "b", "--method", "x"], "found --method 'x', expected top or greedy or mlp"),
         (["fit", "a", "b", "--heads", "some"], "found --heads 'some', expected all or matched"),
         (["fit", "a", "b", "--native-tail", "0"], "found --native-tail 0, expected at least 1"),

@@ -43,6 +43,9 @@ def made(shapes, options, parts="plain", seed=0, choices=CHOICES) -> CacheMap:
         affine = {
             "plain": lambda g=groups, p=p, q=q: Affine(draw(g, p, q), draw(g, q)),
             "low rank": lambda g=groups, p=p, q=q: Affine(draw(g, p, 3), draw(g, q), draw(g, 3, q)),
+            "shared low rank": lambda g=groups, p=p, q=q, first=draw(groups, p, 3): Affine(
+                first, draw(g, q), draw(g, 3, q)
+            ),
             "network": lambda g=groups, p=p, q=q: Affine(
                 draw(g, p, q),
                 draw(g, q),
@@ -148,7 +151,7 @@ def test_engine_computes_the_formula(shapes, options):
     check(cmap, cache, cmap.apply(cache, first), first)
 
 
-@pytest.mark.parametrize("parts", ["low rank", "network"])
+@pytest.mark.parametrize("parts", ["low rank", "shared low rank", "network"])
 def test_parts_of_several_products_are_computed_too(parts):
     shapes = SHAPES["more heads"]
     cmap, cache = made(shapes, MapOptions(heads="matched"), parts), drawn(shapes[0])

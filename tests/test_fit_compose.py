@@ -1,4 +1,4 @@
-"""Two maps in one, and weights in two factors: both against doing it the long way."""
+"""Two maps in one, against doing it the long way."""
 
 import dataclasses
 
@@ -9,7 +9,6 @@ from conftest import token_ids
 from kvmap import fit, pipeline
 from kvmap.errors import UsageError
 from kvmap.fit.compose import compose
-from kvmap.fit.low_rank import factored, reduce_rank
 from kvmap.handoff import map_middle
 from kvmap.map_options import MapOptions, weight_shape
 from kvmap.mapping import Affine, CacheMap, LayerMap
@@ -68,38 +67,6 @@ def test_maps_that_do_not_compose_are_refused(pair):
     bent = second.each(lambda _, part: dataclasses.replace(part, network=(step,)))
     with pytest.raises(UsageError, match=r"has networks.*closed form"):
         compose(first, bent)
-
-
-@pytest.mark.parametrize("rank", [1, 3])
-def test_no_other_map_of_that_rank_is_nearer(rank):
-    """Against a plain SVD of C^½W, whose tail is the least error there is."""
-    generator = torch.Generator().manual_seed(rank)
-    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    root = draw(2, 9, 9)
-    covariance = root.mT @ root
-    part = Affine(draw(2, 9, 6), draw(2, 6))
-    made = factored(part, covariance, rank)
-    assert (made.weight.shape, made.up.shape) == ((2, 9, rank), (2, rank, 6))
-    for group in range(2):
-        error = root[group] @ (part.weight[group] - made.weight[group] @ made.up[group])
-        tail = torch.linalg.svdvals(root[group] @ part.weight[group])[rank:]
-        torch.testing.assert_close(error.square().sum(), tail.square().sum())
-
-
-def test_a_map_of_low_rank_is_smaller_saved_loaded_and_applied(pair, calibration, tmp_path):
-    models, found = pair("image"), calibration("image")
-    openers = tuple(lambda model=model: model for model in models)
-    layers = tuple((at,) for at in (0, 1, 1, 2))
-    recipe = fit.Recipe(1, 1e-6, MapOptions())
-    whole = pipeline.fit_map(found, layers, recipe, lambda *_: None, openers).cmap
-    small = reduce_rank(whole, pipeline.splits(found, 0), 8)
-    assert small.parameters < 0.5 * whole.parameters
-    assert reduce_rank(whole, pipeline.splits(found, 0), 32).parameters == whole.parameters
-    again = CacheMap.load(small.save(tmp_path / "small"))
-    cache = prefill(models[0], token_ids(2, 12, 3))[0]
-    long_way = small.each(lambda _, part: Affine(part.weight @ part.up, part.bias))
-    for made, wanted in zip(again.apply(cache).keys, long_way.apply(cache).keys, strict=True):
-        torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_composed_map_is_measured_on_a_calibration(pair, calibration):

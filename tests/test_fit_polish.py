@@ -8,6 +8,7 @@ import torch
 from kvmap import fit, pipeline
 from kvmap.fit import continuation
 from kvmap.fit.coordinates import Coordinates
+from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.polish import PolishOptions, polish
 from kvmap.handoff import map_middle
 from kvmap.mapping import CacheMap
@@ -15,11 +16,12 @@ from kvmap.mapping import CacheMap
 OPTIONS = PolishOptions(steps=12, batch=4, continuation=8, every=4, rate=2e-2)
 
 
-@pytest.fixture(scope="module", params=["all", "matched"])
+@pytest.fixture(scope="module", params=["all", "matched", "low rank"])
 def start(request, pair, calibration):
     """Return a pair, a map that too large a penalty has spoilt, sequences and moments."""
     recipe = fit.recipe("kvmap")
-    options = dataclasses.replace(recipe.options, heads=request.param)
+    heads = "all" if request.param == "low rank" else request.param
+    options = dataclasses.replace(recipe.options, heads=heads)
     found = calibration("twin_llama")
     options = fit.with_assignment(options, found.source.geometry, found.target.geometry)
     recipe = dataclasses.replace(recipe, k=1, ridge=0.3, options=options)
@@ -27,6 +29,9 @@ def start(request, pair, calibration):
     layers = pipeline.select_layers(splits, recipe).layers
     openers = tuple(lambda model=model: model for model in pair("twin_llama"))
     cmap = pipeline.fit_map(found, layers, recipe, lambda *_: None, openers).cmap
+    if request.param == "low rank":
+        cmap = reduce_rank(cmap, splits, 24)
+        assert cmap.layers[1].shared
     sequences = tuple(found.token_ids(split) for split in ("train", "held_out"))
     return pair("twin_llama"), cmap, sequences, splits
 
@@ -60,7 +65,9 @@ def test_white_coordinates_stand_for_the_same_map(start):
 def test_polish_lowers_the_held_out_divergence(start, tmp_path):
     models, cmap, sequences, splits = start
     made = polish(cmap, models, sequences, splits, OPTIONS)
-    assert min(made.history.values()) < 0.95 * made.history[0]
+    # What a low rank leaves out is out of reach.
+    share = 0.98 if cmap.layers[1].shared else 0.95
+    assert min(made.history.values()) < share * made.history[0]
     assert made.cmap.parameters == cmap.parameters
     again = CacheMap.load(made.cmap.save(tmp_path / "polished"))
     given = continuation.lesson(again.options.native_head, models, sequences[1][:4], 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -33,9 +33,13 @@ class Affine:
         if self.up is not None:
             y = y @ self.up
         y = y + self.bias[:, None]
+        return y + self.bent(x) if self.network else y
+
+    def bent(self, x: Tensor) -> Tensor:
+        """Return what the network adds."""
         for at, step in enumerate(self.network):
             x = step(x if at == 0 else x.relu())
-        return y + x if self.network else y
+        return x
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by the names they have in a file."""
@@ -67,11 +71,27 @@ class Affine:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """How one target layer's keys and values come about."""
+    """How one target layer's keys and values come about.
+
+    Where both have a low rank they may have one `weight`, the same tensor: then x·weight is
+    computed once.
+    """
 
     source_layers: tuple[int, ...]
     key: Affine
     value: Affine
+
+    @property
+    def shared(self) -> bool:
+        """Whether keys and values have one `weight`, the first of two factors."""
+        return self.key.up is not None and self.key.weight is self.value.weight
+
+    def each(self, change: Callable[[str, Affine], Affine]) -> LayerMap:
+        """Return the layer with both parts changed; `change` is told the kind too."""
+        key, value = change("key", self.key), change("value", self.value)
+        return replace(
+            self, key=key, value=replace(value, weight=key.weight) if self.shared else value
+        )
 
     def of(self, kind: str) -> Affine:
         """Return the part that makes "key" or "value"."""

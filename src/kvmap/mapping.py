@@ -58,8 +58,13 @@ class CacheMap:
     @property
     def parameters(self) -> int:
         """Number of weights and biases."""
-        parts = [part for layer in self.layers if layer for part in (layer.key, layer.value)]
-        return sum(tensor.numel() for part in parts for tensor in part.tensors().values())
+        return sum(
+            tensor.numel()
+            for layer in self.layers
+            for kind in (KINDS if layer else ())
+            for name, tensor in layer.of(kind).tensors().items()
+            if not (layer.shared and (kind, name) == ("value", "weight"))
+        )
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> CacheMap:
         """Return the map with its weights on a device, in a dtype."""
@@ -68,10 +73,7 @@ class CacheMap:
     def each(self, change: Callable[[tuple[int, str], Affine], Affine]) -> CacheMap:
         """Return the map with every part changed; `change` is told its (layer, kind) too."""
         layers = tuple(
-            layer
-            and LayerMap(
-                layer.source_layers, *(change((at, kind), layer.of(kind)) for kind in KINDS)
-            )
+            layer and layer.each(lambda kind, part, at=at: change((at, kind), part))
             for at, layer in enumerate(self.layers)
         )
         return replace(self, layers=layers)
@@ -150,7 +152,8 @@ class CacheMap:
         for index, layer in enumerate(self.layers):
             for kind in KINDS if layer else ():
                 for name, tensor in layer.of(kind).tensors().items():
-                    tensors[f"layers.{index}.{kind}.{name}"] = tensor
+                    if not (layer.shared and (kind, name) == ("value", "weight")):
+                        tensors[f"layers.{index}.{kind}.{name}"] = tensor
         metadata = {
             "source": self.source.to_json(),
             "target": self.target.to_json(),
@@ -186,10 +189,14 @@ class CacheMap:
 
 
 def _load_layer(artifact: Any, index: int, source_layers: tuple[int, ...]) -> LayerMap:
+    known = set(artifact.names())
     parts = []
     for kind in KINDS:
         prefix = f"layers.{index}.{kind}."
-        names = {name for name in artifact.names() if name.startswith(prefix)}
-        names |= {f"{prefix}weight", f"{prefix}bias"}  # which the artifact says it lacks
-        parts.append(Affine.of({n.removeprefix(prefix): artifact.tensor(n) for n in names}))
+        names = {name.removeprefix(prefix) for name in known if name.startswith(prefix)}
+        names |= {"weight", "bias"}  # which the artifact says it lacks
+        # Values of a low rank and no weight of their own have that of the keys.
+        shared = kind == "value" and "up" in names and f"{prefix}weight" not in known
+        found = {n: artifact.tensor(prefix + n) for n in names if not (shared and n == "weight")}
+        parts.append(Affine.of(found | ({"weight": parts[0].weight} if shared else {})))
     return LayerMap(source_layers, *parts)

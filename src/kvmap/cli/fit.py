@@ -52,8 +52,13 @@ def run(
         int | None, typer.Option("--width", metavar="N", help="Width of the networks.")
     ] = None,
     rank: Annotated[
-        int | None,
-        typer.Option("--rank", metavar="N", help="Keep weights as two factors of this rank."),
+        str | None,
+        typer.Option(
+            "--rank",
+            metavar="N|SHARE|full",
+            help="Keep weights as two factors of rank N, or of the least that adds this share (0.1)"
+            " to the held-out error.",
+        ),
     ] = None,
     polish: Annotated[
         int | None,
@@ -166,7 +171,7 @@ def run(
         "method": method if networks else None,
         "weights": inputs.one_of("--weights", weights, "none", "attention"),
         "width": inputs.at_least("--width", width, 1),
-        "rank": inputs.at_least("--rank", rank, 1),
+        "rank": inputs.rank_or_share(rank),
         "polish": inputs.at_least("--polish", polish, 0),
     }
     request = FitRequest(
@@ -228,6 +233,7 @@ def _frontier(
             p.recipe.options.anchor,
             p.recipe.options.lookback,
             p.recipe.k,
+            "full" if p.recipe.rank is None else f"+{p.recipe.rank:.0%} error",
             p.recipe.options.native_tail,
             p.parameters,
             p.cost,
@@ -236,7 +242,7 @@ def _frontier(
         )
         for p in points
     ]
-    inside = ("heads", "joint", "anchor", "lookback", "k", "tail", "parameters")
+    inside = ("heads", "joint", "anchor", "lookback", "k", "rank", "tail", "parameters")
     head = ("frontier", *inside, "cost", "ms", "KL")
     if limit is None:
         out.document({"frontier": [p.to_json() for p in points]}, lambda: table(head, rows))

@@ -62,6 +62,25 @@ def ridge_or_auto(text: str | None) -> float | str | None:
     return value
 
 
+def rank_or_share(text: str | None) -> float | None:
+    """Read a rank, or the share by which it may let the error grow; 0 for whole weights.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if text is None:
+        return None
+    if text == "full":
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 10**9 or (value >= 1 and value != int(value)):
+        raise UsageError(f"found --rank {text!r}, expected a number from 1, a share or full")
+    return int(value) if value >= 1 else value
+
+
 def heads_or_none(text: str | None) -> tuple[int, ...] | None:
     """Read numbers of heads joined by commas; None where the text is something else."""
     parts = (text or "").split(",")

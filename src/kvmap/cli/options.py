@@ -97,8 +97,8 @@ Recipe = Annotated[
     typer.Option(
         "--recipe",
         metavar="NAME",
-        help="Preset: kvmap, kvmap-matched, kvmap-native, kvmap-max, paper, cachebridge. "
-        "[default: kvmap]",
+        help="Preset: kvmap, kvmap-fast, kvmap-matched, kvmap-native, kvmap-max, paper, "
+        "cachebridge. [default: kvmap]",
     ),
 ]
 K = Annotated[

@@ -97,10 +97,22 @@ class Chunk:
                 values.copy_(self.first[2 * index + 1])
                 continue
             segments = self.work.layout.segments(layer.source_layers)
+            layer = layer.each(lambda _, part: self._here(part))
             x = self._gather("key", segments)
-            self.angles.turn(self._product(layer.key, x), tables[index], self._grouped(keys))
+            hidden = self._hidden(layer.key, x)
+            made = self._product(layer.key, x, hidden)
+            self.angles.turn(made, tables[index], self._grouped(keys))
             x = x if self.cmap.options.joint else self._gather("value", segments)
-            self._grouped(values).copy_(self._product(layer.value, x))
+            if not (self.cmap.options.joint and layer.shared):
+                hidden = self._hidden(layer.value, x)
+            self._grouped(values).copy_(self._product(layer.value, x, hidden))
+
+    def _here(self, part: Affine) -> Affine:
+        """Return a part in the device and dtype of the products."""
+        like = self.work.products
+        if (part.weight.device, part.weight.dtype) == (like.device, like.dtype):
+            return part
+        return part.each(lambda tensor: tensor.to(like.device, like.dtype, non_blocking=True))
 
     def _gather(self, kind: str, segments: list[tuple[int, int]]) -> Tensor:
         """Return a target layer's inputs [G, B·T, p]."""
@@ -112,15 +124,19 @@ class Chunk:
         place = self.work.gathered[:, : inputs.shape[1], :width]
         return torch.cat(parts, dim=-1, out=place)
 
-    def _product(self, affine: Affine, x: Tensor) -> Tensor:
+    def _hidden(self, part: Affine, x: Tensor) -> Tensor | None:
+        """Return X times the first of two factors [G, B·T, r]; None for a part of one."""
+        if part.up is None:
+            return None
+        place = self.work.hidden[:, : x.shape[1], : part.weight.shape[2]]
+        return torch.bmm(x, part.weight, out=place)
+
+    def _product(self, part: Affine, x: Tensor, hidden: Tensor | None) -> Tensor:
         """Return X·W + b, or what else the part computes, as [G, B, T, H/G, D]."""
-        here = affine
-        if (affine.weight.device, affine.weight.dtype) != (x.device, x.dtype):
-            here = affine.each(lambda tensor: tensor.to(x.device, x.dtype, non_blocking=True))
         made = self.work.products[:, : x.shape[1]]
-        if here.plain:
-            torch.baddbmm(here.bias[:, None], x, here.weight, out=made)
-        else:
-            made.copy_(here(x))
+        left, right = (x, part.weight) if hidden is None else (hidden, part.up)
+        torch.baddbmm(part.bias[:, None], left, right, out=made)
+        if part.network:
+            made += part.bent(x)
         heads = self.cmap.target.geometry.kv_heads // self.work.layout.groups
         return self._rows(self.work.products, slice(None), heads)

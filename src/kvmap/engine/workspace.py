@@ -32,6 +32,7 @@ class Workspace:
         inputs: X [G, B·chunk, C] by kind; the same one for both where they are joint.
         gathered: [G, B·chunk, p].
         products: [G, B·chunk, q].
+        hidden: [G, B·chunk, r] between the two factors of weights of low rank.
     """
 
     layout: Layout
@@ -39,6 +40,7 @@ class Workspace:
     inputs: dict[str, Tensor]
     gathered: Tensor
     products: Tensor
+    hidden: Tensor
 
     @classmethod
     def of(cls, cmap: CacheMap, cache: KVCache) -> Workspace:
@@ -50,14 +52,17 @@ class Workspace:
             for layer in cmap.layers
             if layer and len(layout.segments(layer.source_layers)) > 1
         ]
-        widths = (*[layout.columns] * copies, max(scattered, default=0), layout.outputs)
+        parts = [layer.of(kind) for layer in cmap.layers if layer for kind in KINDS]
+        rank = max((part.weight.shape[2] for part in parts if part.up is not None), default=0)
+        gathered = max(scattered, default=0)
+        widths = (*[layout.columns] * copies, gathered, layout.outputs, rank)
         chunk = _chunk_tokens(cmap, cache, layout.groups * sum(widths) * dtype.itemsize)
         rows = cache.positions.shape[0] * chunk
-        *inputs, gathered, products = (
+        *inputs, gathered, products, hidden = (
             torch.empty(layout.groups, rows, width, dtype=dtype, device=device) for width in widths
         )
         by_kind = dict(zip(KINDS, inputs * (3 - copies), strict=True))
-        return cls(layout, chunk, by_kind, gathered, products)
+        return cls(layout, chunk, by_kind, gathered, products, hidden)
 
 
 def _chunk_tokens(cmap: CacheMap, cache: KVCache, held: int) -> int:

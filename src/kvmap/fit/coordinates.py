@@ -4,8 +4,10 @@ The inputs of a regression have large means and nearly dependent columns, so equ
 weights move the outputs by anything from nothing to everything. With mean x̄ and covariance
 C = LLᵀ of the inputs, y = xW + b is y = zV + c with z = (x - x̄)L⁻ᵀ white, W = L⁻ᵀV and
 b = c - x̄W. V and c are the leaves; a step of 1 is the output's own standard deviation,
-over √p for V. Where p is large, C's diagonal stands for C. A network's tensors are leaves as
-they are, a step of 1 being their root mean square.
+over √p for V. Where p is large, C's diagonal stands for C. What lies between two factors has
+variance 1 (`kvmap.fit.low_rank`), so the first is stepped as a weight with such outputs, the
+second as one with such inputs. A network's tensors are leaves as they are, a step of 1 being
+their root mean square.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from kvmap.columns import KINDS
 from kvmap.fit.closed_form import Splits, regressions
-from kvmap.mapping import Affine, CacheMap
+from kvmap.mapping import Affine, CacheMap, LayerMap
 
 # Above this many inputs a full factor costs more than it brings.
 MOST_INPUTS = 4096
@@ -74,13 +76,17 @@ class Coordinates:
         """Return each leaf with the size of a step of 1."""
         made = {}
         for (index, kind), frame in self.frames.items():
-            part = cmap.layers[index].of(kind)
-            for name, tensor in part.tensors().items():
-                made[index, kind, name] = (tensor, _size(tensor))
+            layer = cmap.layers[index]
+            part = layer.of(kind)
             place = (index, kind)
-            if part.up is None:
-                width = part.weight.shape[1]
-                made[*place, "weight"] = frame.white(part.weight), frame.spread / width**0.5
+            for name, tensor in part.tensors().items():
+                made[_leaf(layer, place, name)] = (tensor, _size(tensor))
+            _, width, outputs = part.weight.shape
+            size = frame.spread if part.up is None else 1.0
+            white = frame.white(part.weight)
+            made[_leaf(layer, place, "weight")] = white, size / width**0.5
+            if part.up is not None:
+                made[*place, "up"] = part.up, frame.spread / outputs**0.5
             centre = part.bias + _through(frame.mean, part)
             made[*place, "bias"] = centre, frame.spread
         return made
@@ -90,12 +96,17 @@ class Coordinates:
 
         def part(place: Place, own: Affine) -> Affine:
             frame = self.frames[place]
-            made = Affine.of({name: leaves[(*place, name)] for name in own.tensors()})
-            if own.up is None:
-                made = replace(made, weight=frame.weight(made.weight))
+            layer = start.layers[place[0]]
+            made = Affine.of({name: leaves[_leaf(layer, place, name)] for name in own.tensors()})
+            made = replace(made, weight=frame.weight(made.weight))
             return replace(made, bias=made.bias - _through(frame.mean, made))
 
         return start.each(part)
+
+
+def _leaf(layer: LayerMap, place: Place, name: str) -> Name:
+    """Return the name of a part's tensor; a weight that both kinds have is a leaf of the keys."""
+    return (place[0], "key", name) if layer.shared and name == "weight" else (*place, name)
 
 
 def _through(mean: Tensor, part: Affine) -> Tensor:

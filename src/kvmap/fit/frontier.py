@@ -1,4 +1,4 @@
-"""What quality costs: maps of several inputs, heads, k and native tails beside each other.
+"""What quality costs: maps of several inputs, heads, k, ranks and native tails side by side.
 
 Quality is the held-out KL(native ‖ mapped) per token of a continuation, which the target itself
 measures; R² says little about it. Cost is counted and measured, both for contexts of the
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvmap.errors import UsageError
 from kvmap.fit.closed_form import fit_closed_form
 from kvmap.fit.continuation import Lesson, lesson, loss
 from kvmap.fit.job import Job
+from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.recipes import Recipe, with_assignment
 from kvmap.handoff import LapClock, map_middle
 from kvmap.layers import choose_top, score_layers
@@ -30,6 +32,8 @@ from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
 COUNTS = (1, 2, 4, 8)
+# Of maps of all heads: whole, and by the share of held-out error that a lower rank may add.
+RANKS = (None, 0.1, 0.5)
 # By joint, anchor, lookback.
 INPUTS = ((False, False, 0), (False, False, 3), (True, False, 3), (True, True, 3))
 SEQUENCES = 8
@@ -67,6 +71,7 @@ class Point:
             "joint": options.joint,
             "anchor": options.anchor,
             "lookback": options.lookback,
+            "rank": self.recipe.rank,
             "native_tail": options.native_tail,
             "parameters": self.parameters,
             "cost": self.cost,
@@ -97,7 +102,10 @@ def frontier(job: Job) -> list[Point]:
         layers = choose_top(scores, recipe.k)
         fitted, _ = fit_closed_form(job.splits, layers, recipe.options, recipe.ridge)
         signatures = (job.calibration.source, job.calibration.target)
-        cmap = prepare(CacheMap(*signatures, fitted, recipe.options), models[1].device)
+        cmap = CacheMap(*signatures, fitted, recipe.options)
+        if recipe.rank:
+            cmap = reduce_rank(cmap, job.splits, recipe.rank)
+        cmap = prepare(cmap, models[1].device)
         for tail, given in lessons.items():
             spent = waits[tail] + timed(lambda m=cmap, at=given: _run_map(m, at, models[1]))
             share = 2 * cmap.parameters / work + tail / length
@@ -137,15 +145,16 @@ def _seconds(device: torch.device, run: Callable[[], None]) -> float:
 
 
 def _candidates(job: Job) -> Iterator[Recipe]:
-    """Vary inputs, heads and k; exact parts and the way of fitting stay the recipe's."""
+    """Vary inputs, heads, k and rank; exact parts and the way of fitting stay the recipe's."""
     shapes = (job.splits.source, job.splits.target)
     counts = sorted({min(k, shapes[0].layers) for k in COUNTS})
     for heads in ("all", "matched"):
         for joint, anchor, lookback in INPUTS:
             reads = {"joint": joint, "anchor": anchor, "lookback": lookback}
             options = replace(job.recipe.options, heads=heads, assignment=(), **reads)
-            for k in counts:
-                yield replace(job.recipe, k=k, options=with_assignment(options, *shapes))
+            complete = with_assignment(options, *shapes)
+            for k, rank in product(counts, RANKS if heads == "all" else RANKS[:1]):
+                yield replace(job.recipe, k=k, rank=rank, options=complete)
 
 
 def marked(points: list[Point]) -> list[Point]:
