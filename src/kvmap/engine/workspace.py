@@ -29,6 +29,7 @@ class Workspace:
 
     Attributes:
         chunk: Tokens mapped at a time.
+        together: Source layers stripped at a time.
         inputs: X [G, B·chunk, C] by kind; the same one for both where they are joint.
         gathered: [G, B·chunk, p].
         products: [G, B·chunk, q].
@@ -36,19 +37,20 @@ class Workspace:
 
     layout: Layout
     chunk: int
+    together: int
     inputs: dict[str, Tensor]
     gathered: Tensor
     products: Tensor
 
     @classmethod
     def of(cls, cmap: CacheMap, cache: KVCache) -> Workspace:
-        layout, device = Layout.of(cmap), cache.keys[0].device
+        layout, device = cmap.layout, cache.keys[0].device
         dtype = compute_dtype(weight_dtype(cmap), device.type)
         copies = 1 if cmap.options.joint else 2
         scattered = [
             layer.key.weight.shape[1]
-            for layer in cmap.layers
-            if layer and len(layout.segments(layer.source_layers)) > 1
+            for layer, reads in zip(cmap.layers, layout.reads, strict=True)
+            if len(reads) > 1
         ]
         widths = (*[layout.columns] * copies, max(scattered, default=0), layout.outputs)
         chunk = _chunk_tokens(cmap, cache, layout.groups * sum(widths) * dtype.itemsize)
@@ -57,7 +59,13 @@ class Workspace:
             torch.empty(layout.groups, rows, width, dtype=dtype, device=device) for width in widths
         )
         by_kind = dict(zip(KINDS, inputs * (3 - copies), strict=True))
-        return cls(layout, chunk, by_kind, gathered, products)
+        together = _stripped_bytes(device) // (4 * rows * cmap.source.geometry.width)
+        return cls(layout, chunk, max(1, together), by_kind, gathered, products)
+
+
+def _stripped_bytes(device: torch.device) -> int:
+    """Return how much of the source's keys is stripped at a time: what stays in a CPU's caches."""
+    return EXTRA_BYTES["cuda" if device.type == "cuda" else "cpu"] // 96
 
 
 def _chunk_tokens(cmap: CacheMap, cache: KVCache, held: int) -> int:
@@ -67,7 +75,8 @@ def _chunk_tokens(cmap: CacheMap, cache: KVCache, held: int) -> int:
         held: Bytes that one token of one sequence takes in the workspace.
     """
     # Beside the workspace, one layer passes in fp32, with temporaries of its own size.
-    passing = 4 * 4 * max(cmap.source.geometry.width, cmap.target.geometry.width)
+    widest = max(cmap.source.geometry.width, cmap.target.geometry.width)
+    passing = 4 * (4 * widest + cmap.layout.angles)
     each = (held + passing) * cache.positions.shape[0]
     kind = "cuda" if cache.keys[0].is_cuda else "cpu"
     fits = EXTRA_BYTES[kind] // each
