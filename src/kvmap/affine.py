@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -26,6 +27,13 @@ class Affine:
     def plain(self) -> bool:
         """Whether weight and bias are all there is."""
         return self.up is None and not self.network
+
+    @cached_property
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Bias and weight as a product takes them, [q] and [p, q] of one group of heads."""
+        if len(self.weight) == 1:
+            return self.bias[0], self.weight[0]
+        return self.bias[:, None], self.weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return y [..., G, T, q] for inputs x [..., G, T, p]."""

@@ -34,7 +34,7 @@ class Angles:
 
     def __init__(self, positions: Tensor) -> None:
         """Take positions of any shape that broadcasts against keys without their last dimension."""
-        self.positions = positions
+        self.positions = positions[..., None].float()
         self.made: dict[tuple[RopeTable, bool], tuple[Tensor, Tensor]] = {}
         # To hash a table takes longer than to turn a short key: look for the object first.
         self.found: dict[tuple[int, bool], tuple[RopeTable, tuple[Tensor, Tensor]]] = {}
@@ -48,16 +48,13 @@ class Angles:
         return out.copy_(content) if table is None else self._turn(content, table, False, out)
 
     def planes(self, table: RopeTable, undo: bool) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [..., planes] by which a kernel turns, or undoes a turn."""
-        cos, sin = self.cos_sin(table)
-        scale = 1.0 / (table.scaling * table.scaling) if undo else 1.0
-        return (cos * scale).contiguous(), (sin * scale).contiguous()
-
-    def cos_sin(self, table: RopeTable) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [..., planes], times the attention scaling."""
-        frequencies = _frequencies(table.inverse_frequencies, str(self.positions.device))
-        angles = self.positions[..., None].float() * frequencies
-        return angles.cos() * table.scaling, angles.sin() * table.scaling
+        """Return cos and sin [..., planes], scaled, by which a turn is made or undone."""
+        angles = self.positions * _frequencies(table.inverse_frequencies, self.positions.device)
+        cos, sin = angles.cos(), angles.sin()
+        if table.scaling != 1.0:
+            scale = 1.0 / table.scaling if undo else table.scaling
+            cos, sin = cos * scale, sin * scale
+        return cos.contiguous(), sin.contiguous()
 
     def _turn(self, keys: Tensor, table: RopeTable, undo: bool, out: Tensor) -> Tensor:
         key = id(table), undo
@@ -78,7 +75,7 @@ class Angles:
 
 
 @lru_cache(maxsize=256)
-def _frequencies(values: tuple[float, ...], device: str) -> Tensor:
+def _frequencies(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
@@ -105,7 +102,7 @@ def rotate_with_gradient(content: Tensor, positions: Tensor, table: RopeTable | 
     """Return what `rotate` does, made of operations that autograd can follow."""
     if table is None:
         return content.float()
-    cos, sin = Angles(positions[:, None]).cos_sin(table)
+    cos, sin = Angles(positions[:, None]).planes(table, undo=False)
     planes = len(table.inverse_frequencies)
     turning, rest = content[..., : 2 * planes].float(), content[..., 2 * planes :].float()
     if table.layout == "half":

@@ -38,8 +38,14 @@ class Chunk:
         self.cmap, self.first, self.work = cmap, first, work
         self.shape = tuple(cache.positions.shape)
         rows = self.shape[0] * self.shape[1]
-        self.inputs = {kind: buffer[:, :rows] for kind, buffer in work.inputs.items()}
-        self.products = work.products[:, :rows]
+        self.joint = cmap.options.joint
+        self.inputs = {kind: buffer.narrow(-2, 0, rows) for kind, buffer in work.inputs.items()}
+        products = work.products.narrow(-2, 0, rows)
+        size, groups = cmap.target.geometry.head_size, work.layout.groups
+        made = products.view(len(products), groups, *self.shape, -1, size)
+        made = made.permute(0, 2, 1, 4, 3, 5).flatten(2, 3)
+        # Each slot's product, and the same seen as [B, H, T, D].
+        self.products, self.made, self.all_made = products.unbind(), made.unbind(), made
         self.angles = Angles(cache.positions[:, None])
         self._lay_source(cache)
         start = work.layout.extra
@@ -64,13 +70,13 @@ class Chunk:
 
     def _seen(self, columns: Tensor, count: int, size: int) -> Tensor:
         """See columns [G, B·T, n·H/G·D] as [n, B, H, T, D]."""
-        seen = columns.view(columns.shape[0], *self.shape, count, -1, size)
+        seen = columns.view(self.work.layout.groups, *self.shape, count, -1, size)
         return seen.permute(3, 1, 0, 4, 2, 5).flatten(2, 3)
 
     def _lay_source(self, cache: KVCache) -> None:
         """Write content keys and values of the source's layers into X, some layers at a time."""
         layout, source = self.work.layout, self.cmap.source.geometry
-        kinds = len(KINDS) if self.cmap.options.joint else 1
+        kinds = len(KINDS) if self.joint else 1
         for start, stop in layout.alike:
             for at in range(start, stop, self.work.together):
                 layers = layout.places[at : min(at + self.work.together, stop)]
@@ -83,8 +89,8 @@ class Chunk:
                 read = [self._assigned(cache.keys[layer]) for layer in layers]
                 stacked = torch.stack(read) if count > 1 else read[0][None]
                 self.angles.undo(stacked, source.rope[layers[0]], keys[::kinds])
-                for layer, place in zip(layers, values[kinds - 1 :: kinds], strict=True):
-                    place.copy_(self._assigned(cache.values[layer]))
+                read = [self._assigned(cache.values[layer]) for layer in layers]
+                torch.stack(read, out=values[kinds - 1 :: kinds])
 
     def _lay(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Write content keys and values [B, H, T, D] beside each other into every X."""
@@ -95,38 +101,51 @@ class Chunk:
             places[1].copy_(values)
 
     def write(self, out: KVCache) -> None:
-        """Write all target layers of the chunk."""
-        tables, joint = self.cmap.target.geometry.rope, self.cmap.options.joint
-        for index, layer in enumerate(self.cmap.layers):
-            keys, values = out.keys[index], out.values[index]
+        """Write all target layers of the chunk, some at a time."""
+        for start, stop in self.work.layout.alike_targets:
+            for at in range(start, stop, self.work.together):
+                self._write_some(range(at, min(at + self.work.together, stop)), out)
+
+    def _write_some(self, indices: range, out: KVCache) -> None:
+        """Write some target layers that turn alike, mapped ones or one that is exact."""
+        for slot, index in enumerate(indices):
+            layer = self.cmap.layers[index]
             if layer is None:
-                keys.copy_(self.first[2 * index])
-                values.copy_(self.first[2 * index + 1])
-                continue
+                out.keys[index].copy_(self.first[2 * index])
+                out.values[index].copy_(self.first[2 * index + 1])
+                return
             reads = self.work.layout.reads[index]
-            x = self._gather("key", reads)
-            self.angles.turn(self._product(layer.key, x), tables[index], keys)
-            x = x if joint else self._gather("value", reads)
-            values.copy_(self._product(layer.value, x))
+            x = self._gather("value", reads)
+            self._multiply(layer.value, x, slot)
+            out.values[index].copy_(self.made[slot])
+            self._multiply(layer.key, x if self.joint else self._gather("key", reads), slot)
+        table, count = self.cmap.target.geometry.rope[indices[0]], len(indices)
+        if count == 1:
+            self.angles.turn(self.made[0], table, out.keys[indices[0]])
+            return
+        content = self.all_made[:count]
+        turned = torch.empty(content.shape, device=content.device)
+        for index, keys in zip(indices, self.angles.turn(content, table, turned), strict=True):
+            out.keys[index].copy_(keys)
 
     def _gather(self, kind: str, reads: Ranges) -> Tensor:
         """Return a target layer's inputs [G, B·T, p]."""
-        parts = [self.inputs[kind][..., start:stop] for start, stop in reads]
+        parts = [self.inputs[kind].narrow(-1, start, stop - start) for start, stop in reads]
         if len(parts) == 1:
             return parts[0]
         width = sum(part.shape[-1] for part in parts)
-        place = self.work.gathered[:, : self.products.shape[1], :width]
+        place = self.work.gathered[..., : parts[0].shape[-2], :width]
         return torch.cat(parts, dim=-1, out=place)
 
-    def _product(self, affine: Affine, x: Tensor) -> Tensor:
-        """Return X·W + b, or what else the part computes, as [B, H, T, D]."""
-        here, made = affine, self.products
+    def _multiply(self, affine: Affine, x: Tensor, slot: int) -> None:
+        """Write X·W + b, or what else the part computes."""
+        here, made = affine, self.products[slot]
         if (affine.weight.device, affine.weight.dtype) != (x.device, x.dtype):
             here = affine.each(lambda tensor: tensor.to(x.device, x.dtype, non_blocking=True))
         if not here.plain:
-            made.copy_(here(x))
-        elif len(x) == 1:
-            torch.addmm(here.bias[0], x[0], here.weight[0], out=made[0])
-        else:
-            torch.baddbmm(here.bias[:, None], x, here.weight, out=made)
-        return self._seen(made, 1, self.cmap.target.geometry.head_size)[0]
+            made.copy_(here(x).view(made.shape))
+            return
+        bias, weight = here.operands
+        # One group by itself: what multiplies batches takes longer for a batch of one.
+        multiply = torch.addmm if weight.dim() == 2 else torch.baddbmm
+        multiply(bias, x, weight, out=made)

@@ -25,6 +25,7 @@ class Layout:
         outputs: Columns q of one target layer's keys, or values.
         places: Source layers in the order of their columns.
         alike: Ranges of places whose layers' keys turn alike.
+        alike_targets: Ranges of target layers that turn alike, an exact one by itself.
         reads: By target layer, the ranges of columns that it reads, neighbours merged.
         angles: Numbers that the cos and sin of one position take, of all tables.
     """
@@ -37,6 +38,7 @@ class Layout:
     outputs: int
     places: tuple[int, ...]
     alike: Ranges
+    alike_targets: Ranges
     reads: tuple[Ranges, ...]
     angles: int
 
@@ -57,7 +59,10 @@ class Layout:
             starts = [places.index(s) * columns for s in layer.source_layers] if layer else []
             ranges = [(start, start + columns) for start in starts]
             reads.append(_merged([*ranges, shared] if layer else []))
-        turns = [source.rope[layer] for layer in places]
+        turns = [
+            table if layer else at
+            for at, (table, layer) in enumerate(zip(target.rope, cmap.layers, strict=True))
+        ]
         return cls(
             groups,
             columns,
@@ -66,6 +71,7 @@ class Layout:
             cmap.options.lookback,
             outputs,
             places,
+            _runs([source.rope[layer] for layer in places]),
             _runs(turns),
             tuple(reads),
             sum(2 * side.head_size * len(set(side.rope)) for side in (source, target)),

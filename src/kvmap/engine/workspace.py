@@ -29,10 +29,11 @@ class Workspace:
 
     Attributes:
         chunk: Tokens mapped at a time.
-        together: Source layers stripped at a time.
-        inputs: X [G, B·chunk, C] by kind; the same one for both where they are joint.
+        together: Layers whose keys turn at a time.
+        inputs: X [G, B·chunk, C] by kind; the same one for both where they are joint. Here and
+            below without G where it is 1.
         gathered: [G, B·chunk, p].
-        products: [G, B·chunk, q].
+        products: [together, G, B·chunk, q].
     """
 
     layout: Layout
@@ -52,20 +53,25 @@ class Workspace:
             for layer, reads in zip(cmap.layers, layout.reads, strict=True)
             if len(reads) > 1
         ]
-        widths = (*[layout.columns] * copies, max(scattered, default=0), layout.outputs)
-        chunk = _chunk_tokens(cmap, cache, layout.groups * sum(widths) * dtype.itemsize)
+        widths = (*[layout.columns] * copies, max(scattered, default=0))
+        numbers = layout.groups * (sum(widths) + layout.outputs)
+        chunk = _chunk_tokens(cmap, cache, numbers * dtype.itemsize)
         rows = cache.positions.shape[0] * chunk
-        *inputs, gathered, products = (
-            torch.empty(layout.groups, rows, width, dtype=dtype, device=device) for width in widths
+        shape = (rows,) if layout.groups == 1 else (layout.groups, rows)
+        *inputs, gathered = (
+            torch.empty(*shape, width, dtype=dtype, device=device) for width in widths
         )
         by_kind = dict(zip(KINDS, inputs * (3 - copies), strict=True))
-        together = _stripped_bytes(device) // (4 * rows * cmap.source.geometry.width)
-        return cls(layout, chunk, max(1, together), by_kind, gathered, products)
+        together = min(_together(cmap, rows, device), len(cmap.layers))
+        products = inputs[0].new_empty(together, *shape, layout.outputs)
+        return cls(layout, chunk, together, by_kind, gathered, products)
 
 
-def _stripped_bytes(device: torch.device) -> int:
-    """Return how much of the source's keys is stripped at a time: what stays in a CPU's caches."""
-    return EXTRA_BYTES["cuda" if device.type == "cuda" else "cpu"] // 96
+def _together(cmap: CacheMap, rows: int, device: torch.device) -> int:
+    """Return of how many layers the keys turn at a time: what stays in a CPU's caches."""
+    widest = max(cmap.source.geometry.width, cmap.target.geometry.width)
+    share = EXTRA_BYTES["cuda" if device.type == "cuda" else "cpu"] // 96
+    return max(1, share // (4 * rows * widest))
 
 
 def _chunk_tokens(cmap: CacheMap, cache: KVCache, held: int) -> int:
