@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -26,6 +27,14 @@ class Affine:
     def plain(self) -> bool:
         """Whether weight and bias are all there is."""
         return self.up is None and not self.network
+
+    @cached_property
+    def operands(self) -> tuple[Tensor, ...]:
+        """Bias and factors as products take them, [q] and [p, q] of one group of heads."""
+        factors = (self.weight,) if self.up is None else (self.weight, self.up)
+        if len(self.weight) == 1:
+            return self.bias[0], *(factor[0] for factor in factors)
+        return self.bias[:, None], *factors
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return y [..., G, T, q] for inputs x [..., G, T, p]."""

@@ -53,6 +53,8 @@ class KVCache:
 
     def slice(self, start: int, stop: int) -> KVCache:
         """Return tokens start..stop as views."""
+        if (start, stop) == (0, self.tokens):
+            return self
         return KVCache(
             tuple(key[:, :, start:stop] for key in self.keys),
             tuple(value[:, :, start:stop] for value in self.values),
@@ -60,6 +62,10 @@ class KVCache:
             None if self.token_ids is None else self.token_ids[:, start:stop],
             None if self.mask is None else self.mask[:, start:stop],
         )
+
+    def lowest(self, layers: int) -> KVCache:
+        """Return the lowest layers."""
+        return replace(self, keys=self.keys[:layers], values=self.values[:layers])
 
     def first(self, batch: int) -> KVCache:
         """Return the first sequences of the batch as views."""

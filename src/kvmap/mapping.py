@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvmap.affine import Affine, LayerMap
 from kvmap.cache import KVCache, check_shapes
 from kvmap.columns import KINDS
 from kvmap.engine import FirstLayer
+from kvmap.engine.layout import Layout
 from kvmap.errors import UsageError
 from kvmap.geometry import Signature
 from kvmap.map_checks import check_weights
@@ -50,10 +52,15 @@ class CacheMap:
         """Whether applying the map takes the target's own layer 0."""
         return self.options.read_layers > 0
 
-    @property
+    @cached_property
     def source_layers(self) -> tuple[int, ...]:
         """The source layers that any target layer reads."""
         return tuple(sorted({s for layer in self.layers if layer for s in layer.source_layers}))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the inputs stand that the engine lays out."""
+        return Layout.of(self)
 
     @property
     def parameters(self) -> int:

@@ -71,7 +71,10 @@ class Moments:
         self.groups = groups
         self.sizes = sizes
         self.tensors: dict[str, Tensor] = {}
+        # By group and side of the regression, where each block's columns begin.
+        self.starts: dict[str, tuple[dict[Block, int], dict[Block, int]]] = {}
         for group in groups:
+            self.starts[group.name] = self._starts(group.inputs), self._starts(group.outputs)
             p, q = (self._width(blocks) for blocks in (group.inputs, group.outputs))
             shapes = {
                 "count": (1,),
@@ -88,6 +91,13 @@ class Moments:
 
     def _width(self, blocks: Iterable[Block]) -> int:
         return sum(self.sizes[block.side] for block in blocks)
+
+    def _starts(self, blocks: Iterable[Block]) -> dict[Block, int]:
+        starts, at = {}, 0
+        for block in blocks:
+            starts[block] = at
+            at += self.sizes[block.side]
+        return starts
 
     def _of(self, group: Group) -> dict[str, Tensor]:
         names = ("count", "input_mean", "output_mean", "gram", "cross", "output_square")
@@ -170,7 +180,8 @@ class Moments:
             UsageError: No group records them together.
         """
         for group in self.groups:
-            if set(inputs) <= set(group.inputs) and set(outputs) <= set(group.outputs):
+            known = self.starts[group.name]
+            if known[0].keys() >= set(inputs) and known[1].keys() >= set(outputs):
                 return self._select(group, inputs, outputs)
         raise UsageError(
             "the calibration does not record these inputs together; "
@@ -181,8 +192,8 @@ class Moments:
     def _select(self, group: Group, inputs: list[Block], outputs: list[Block]) -> Covariance:
         mine = self._of(group)
         rows, columns = (
-            self._runs(have, want)
-            for have, want in ((group.inputs, inputs), (group.outputs, outputs))
+            self._runs(starts, wanted)
+            for starts, wanted in zip(self.starts[group.name], (inputs, outputs), strict=True)
         )
         return Covariance(
             count=mine["count"].item(),
@@ -193,14 +204,10 @@ class Moments:
             output_square=_taken(mine["output_square"], columns),
         )
 
-    def _runs(self, have: tuple[Block, ...], want: list[Block]) -> list[tuple[int, int]]:
+    def _runs(self, starts: dict[Block, int], wanted: list[Block]) -> list[tuple[int, int]]:
         """Return the ranges of columns that some blocks of a group take, neighbours as one."""
-        starts, at = {}, 0
-        for block in have:
-            starts[block] = at
-            at += self.sizes[block.side]
         runs: list[tuple[int, int]] = []
-        for block in want:
+        for block in wanted:
             start, stop = starts[block], starts[block] + self.sizes[block.side]
             if runs and runs[-1][1] == start:
                 start = runs.pop()[0]

@@ -34,69 +34,75 @@ class Angles:
 
     def __init__(self, positions: Tensor) -> None:
         """Take positions of any shape that broadcasts against keys without their last dimension."""
-        self.positions = positions
-        self.made: dict[RopeTable, tuple[Tensor, Tensor]] = {}
+        self.positions = positions[..., None].float()
+        self.made: dict[tuple[RopeTable, bool], tuple[Tensor, Tensor]] = {}
         # To hash a table takes longer than to turn a short key: look for the object first.
-        self.found: dict[int, tuple[RopeTable, tuple[Tensor, Tensor]]] = {}
+        self.found: dict[tuple[int, bool], tuple[RopeTable, tuple[Tensor, Tensor]]] = {}
 
     def undo(self, keys: Tensor, table: RopeTable | None, out: Tensor) -> Tensor:
         """Write content keys into `out`, which shares no memory with `keys`, and return it."""
-        if table is None:
-            return out.copy_(keys)
-        cos, sin = self._cos_sin(table)
-        scale = 1.0 / (table.scaling * table.scaling)
-        return _turn(keys, cos * scale, sin * -scale, table, out)
+        return out.copy_(keys) if table is None else self._turn(keys, table, True, out)
 
     def turn(self, content: Tensor, table: RopeTable | None, out: Tensor) -> Tensor:
         """Write rotated keys into `out`, which shares no memory with `content`, and return it."""
-        if table is None:
-            return out.copy_(content)
-        return _turn(content, *self._cos_sin(table), table, out)
+        return out.copy_(content) if table is None else self._turn(content, table, False, out)
 
     def planes(self, table: RopeTable, undo: bool) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [..., planes] by which a kernel turns, or undoes a turn."""
-        cos, sin = self._cos_sin(table)
-        scale = 1.0 / (table.scaling * table.scaling) if undo else 1.0
-        return (cos * scale).contiguous(), (sin * scale).contiguous()
+        """Return cos and sin [..., planes], scaled, by which a turn is made or undone."""
+        angles = self.positions * _frequencies(table.inverse_frequencies, self.positions.device)
+        cos, sin = angles.cos(), angles.sin()
+        if table.scaling != 1.0:
+            scale = 1.0 / table.scaling if undo else table.scaling
+            cos, sin = cos * scale, sin * scale
+        return cos.contiguous(), sin.contiguous()
 
-    def _cos_sin(self, table: RopeTable) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [..., planes], times the attention scaling."""
-        if id(table) in self.found:
-            return self.found[id(table)][1]
-        if table not in self.made:
-            frequencies = _frequencies(table.inverse_frequencies, str(self.positions.device))
-            angles = self.positions[..., None].float() * frequencies
-            self.made[table] = (angles.cos() * table.scaling, angles.sin() * table.scaling)
-        self.found[id(table)] = table, self.made[table]  # kept alive, so its id stays its own
-        return self.made[table]
+    def _turn(self, keys: Tensor, table: RopeTable, undo: bool, out: Tensor) -> Tensor:
+        key = id(table), undo
+        if key not in self.found:
+            if (table, undo) not in self.made:
+                self.made[table, undo] = self._factors(table, undo)
+            self.found[key] = table, self.made[table, undo]  # kept alive: its id stays its own
+        _turn(keys, *self.found[key][1], table, out)
+        return out
+
+    def _factors(self, table: RopeTable, undo: bool) -> tuple[Tensor, Tensor]:
+        """Return what each channel and its partner in the plane are multiplied by, [..., 2n]."""
+        cos, sin = self.planes(table, undo)
+        signs = (sin, -sin) if undo else (-sin, sin)
+        if table.layout == "half":
+            return torch.cat((cos, cos), -1), torch.cat(signs, -1)
+        return torch.stack((cos, cos), -1).flatten(-2), torch.stack(signs, -1).flatten(-2)
 
 
 @lru_cache(maxsize=256)
-def _frequencies(values: tuple[float, ...], device: str) -> Tensor:
+def _frequencies(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _turn(keys: Tensor, cos: Tensor, sin: Tensor, table: RopeTable, out: Tensor) -> Tensor:
+def _turn(keys: Tensor, own: Tensor, others: Tensor, table: RopeTable, out: Tensor) -> None:
+    """Write keys times `own` plus their partners times `others`; channels beyond as they are."""
     if out.dtype != torch.float32:
-        return out.copy_(_turn(keys, cos, sin, table, _like(keys)))
-    planes = len(table.inverse_frequencies)
+        made = _like(keys)
+        _turn(keys, own, others, table, made)
+        out.copy_(made)
+        return
+    turning = own.shape[-1]
+    if turning < keys.shape[-1]:
+        out[..., turning:] = keys[..., turning:]
+        keys, out = keys[..., :turning], out[..., :turning]
     if table.layout == "half":
-        first, second = slice(0, planes), slice(planes, 2 * planes)
+        partners = keys.roll(turning // 2, -1)
     else:
-        first, second = slice(0, 2 * planes, 2), slice(1, 2 * planes, 2)
-    x, y = keys[..., first].float(), keys[..., second].float()
-    torch.mul(x, cos, out=out[..., first]).addcmul_(y, sin, value=-1)
-    torch.mul(y, cos, out=out[..., second]).addcmul_(x, sin)
-    if 2 * planes < keys.shape[-1]:
-        out[..., 2 * planes :] = keys[..., 2 * planes :]
-    return out
+        partners = keys.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    # Whole rows of the cache's own layout: several times as fast as plane by plane into `out`.
+    torch.addcmul(partners.float().mul_(others), keys.float(), own, out=out)
 
 
 def rotate_with_gradient(content: Tensor, positions: Tensor, table: RopeTable | None) -> Tensor:
     """Return what `rotate` does, made of operations that autograd can follow."""
     if table is None:
         return content.float()
-    cos, sin = Angles(positions[:, None])._cos_sin(table)
+    cos, sin = Angles(positions[:, None]).planes(table, undo=False)
     planes = len(table.inverse_frequencies)
     turning, rest = content[..., : 2 * planes].float(), content[..., 2 * planes :].float()
     if table.layout == "half":

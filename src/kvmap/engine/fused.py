@@ -193,9 +193,8 @@ class FusedChunk:
             angles += [table.add(own, target.rope[0], undo=True), -1]
         self.late = []  # kept: the table knows angles by identity
         for tokens in range(1, cmap.options.lookback + 1):
-            pair, positions = trail.late(tokens)
-            self.late.append(Angles(positions))
-            self.inputs += pair
+            self.late.append(Angles(trail.late(trail.positions, tokens)))
+            self.inputs += [trail.late(tensor, tokens) for tensor in (trail.keys, trail.values)]
             angles += [table.add(self.late[-1], source.rope[0], undo=True), -1]
         self.turns = [table.add(own, rope, undo=False) for rope in target.rope]
         self.strips = max(angles) >= 0

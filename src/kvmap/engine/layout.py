@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvmap.mapping import CacheMap
+
+Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,10 @@ class Layout:
         lookback: Tokens before that are read.
         outputs: Columns q of one target layer's keys, or values.
         places: Source layers in the order of their columns.
+        alike: Ranges of places whose layers' keys turn alike.
+        alike_targets: Ranges of target layers that turn alike, an exact one by itself.
+        reads: By target layer, the ranges of columns that it reads, neighbours merged.
+        angles: Numbers that the cos and sin of one position take, of all tables.
     """
 
     groups: int
@@ -30,6 +37,10 @@ class Layout:
     lookback: int
     outputs: int
     places: tuple[int, ...]
+    alike: Ranges
+    alike_targets: Ranges
+    reads: tuple[Ranges, ...]
+    angles: int
 
     @classmethod
     def of(cls, cmap: CacheMap) -> Layout:
@@ -37,15 +48,33 @@ class Layout:
         matched = cmap.options.heads == "matched"
         groups = target.kv_heads if matched else 1
         width = source.head_size if matched else source.width
+        columns = width * (2 if cmap.options.joint else 1)
         outputs = target.width // groups
+        anchor, back = 2 * outputs * cmap.options.anchor, 2 * width
+        places = cmap.source_layers
+        extra = len(places) * columns
+        shared = (extra, extra + anchor + cmap.options.lookback * back)
+        reads = []
+        for layer in cmap.layers:
+            starts = [places.index(s) * columns for s in layer.source_layers] if layer else []
+            ranges = [(start, start + columns) for start in starts]
+            reads.append(_merged([*ranges, shared] if layer else []))
+        turns = [
+            table if layer else at
+            for at, (table, layer) in enumerate(zip(target.rope, cmap.layers, strict=True))
+        ]
         return cls(
             groups,
-            width * (2 if cmap.options.joint else 1),
-            2 * outputs * cmap.options.anchor,
-            2 * width,
+            columns,
+            anchor,
+            back,
             cmap.options.lookback,
             outputs,
-            cmap.source_layers,
+            places,
+            _runs([source.rope[layer] for layer in places]),
+            _runs(turns),
+            tuple(reads),
+            sum(2 * side.head_size * len(set(side.rope)) for side in (source, target)),
         )
 
     @property
@@ -58,16 +87,23 @@ class Layout:
         """C."""
         return self.extra + self.anchor + self.lookback * self.back
 
-    def segments(self, source_layers: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Return the ranges of columns that a target layer reads, neighbours merged."""
-        starts = [self.places.index(layer) * self.source for layer in source_layers]
-        ranges = [(start, start + self.source) for start in starts]
-        if self.columns > self.extra:
-            ranges.append((self.extra, self.columns))
-        merged = ranges[:1]
-        for start, stop in ranges[1:]:
-            if merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], stop)
-            else:
-                merged.append((start, stop))
-        return merged
+
+def _merged(ranges: list[tuple[int, int]]) -> Ranges:
+    """Return ranges without the empty ones, neighbours as one."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        elif start < stop:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _runs(items: list) -> Ranges:
+    """Return the ranges of a list's places that hold the same."""
+    found, start = [], 0
+    for _, run in groupby(items):
+        stop = start + len(list(run))
+        found.append((start, stop))
+        start = stop
+    return tuple(found)

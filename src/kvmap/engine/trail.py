@@ -39,10 +39,10 @@ class Trail:
         Args:
             ahead: What stands before the cache itself, where anything does.
         """
-        parts = [cache.slice(max(0, start - lookback), stop)]
+        parts = [cache.lowest(1).slice(max(0, start - lookback), stop)]
         missing = max(0, lookback - start)
         if missing and ahead is not None:
-            parts.insert(0, ahead.slice(max(0, ahead.tokens - missing), ahead.tokens))
+            parts.insert(0, ahead.lowest(1).slice(max(0, ahead.tokens - missing), ahead.tokens))
             missing -= parts[0].tokens
         keys, values = (
             pad(torch.cat([_real(part, side(part)[0]) for part in parts], 2), (0, 0, missing, 0))
@@ -51,11 +51,15 @@ class Trail:
         positions = torch.cat([part.positions for part in parts], dim=1)
         return cls(keys, values, pad(positions, (missing, 0)), lookback)
 
-    def late(self, tokens: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return keys and values [B, H_s, T, D_s] some tokens late, and their positions [B, T]."""
-        length = self.keys.shape[2] - self.lookback
-        window = slice(self.lookback - tokens, self.lookback - tokens + length)
-        return (self.keys[:, :, window], self.values[:, :, window]), self.positions[:, window]
+    def late(self, tensor: Tensor, tokens: int) -> Tensor:
+        """Return what a tensor of the trail holds of the chunk's T tokens, some tokens late.
+
+        Args:
+            tensor: [B, H_s, n + T, D_s] or [B, n + T].
+        """
+        dimension = min(2, tensor.dim() - 1)
+        length = tensor.shape[dimension] - self.lookback
+        return tensor.narrow(dimension, self.lookback - tokens, length)
 
 
 def _real(cache: KVCache, tensor: Tensor) -> Tensor:

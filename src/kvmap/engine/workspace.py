@@ -29,14 +29,17 @@ class Workspace:
 
     Attributes:
         chunk: Tokens mapped at a time.
-        inputs: X [G, B·chunk, C] by kind; the same one for both where they are joint.
+        together: Layers whose keys turn at a time.
+        inputs: X [G, B·chunk, C] by kind; the same one for both where they are joint. Here and
+            below without G where it is 1.
         gathered: [G, B·chunk, p].
-        products: [G, B·chunk, q].
+        products: [together, G, B·chunk, q].
         hidden: [G, B·chunk, r] between the two factors of weights of low rank.
     """
 
     layout: Layout
     chunk: int
+    together: int
     inputs: dict[str, Tensor]
     gathered: Tensor
     products: Tensor
@@ -44,25 +47,35 @@ class Workspace:
 
     @classmethod
     def of(cls, cmap: CacheMap, cache: KVCache) -> Workspace:
-        layout, device = Layout.of(cmap), cache.keys[0].device
+        layout, device = cmap.layout, cache.keys[0].device
         dtype = compute_dtype(weight_dtype(cmap), device.type)
         copies = 1 if cmap.options.joint else 2
         scattered = [
             layer.key.weight.shape[1]
-            for layer in cmap.layers
-            if layer and len(layout.segments(layer.source_layers)) > 1
+            for layer, reads in zip(cmap.layers, layout.reads, strict=True)
+            if len(reads) > 1
         ]
         parts = [layer.of(kind) for layer in cmap.layers if layer for kind in KINDS]
         rank = max((part.weight.shape[2] for part in parts if part.up is not None), default=0)
-        gathered = max(scattered, default=0)
-        widths = (*[layout.columns] * copies, gathered, layout.outputs, rank)
-        chunk = _chunk_tokens(cmap, cache, layout.groups * sum(widths) * dtype.itemsize)
+        widths = (*[layout.columns] * copies, max(scattered, default=0), rank)
+        numbers = layout.groups * (sum(widths) + layout.outputs)
+        chunk = _chunk_tokens(cmap, cache, numbers * dtype.itemsize)
         rows = cache.positions.shape[0] * chunk
-        *inputs, gathered, products, hidden = (
-            torch.empty(layout.groups, rows, width, dtype=dtype, device=device) for width in widths
+        shape = (rows,) if layout.groups == 1 else (layout.groups, rows)
+        *inputs, gathered, hidden = (
+            torch.empty(*shape, width, dtype=dtype, device=device) for width in widths
         )
         by_kind = dict(zip(KINDS, inputs * (3 - copies), strict=True))
-        return cls(layout, chunk, by_kind, gathered, products, hidden)
+        together = min(_together(cmap, rows, device), len(cmap.layers))
+        products = inputs[0].new_empty(together, *shape, layout.outputs)
+        return cls(layout, chunk, together, by_kind, gathered, products, hidden)
+
+
+def _together(cmap: CacheMap, rows: int, device: torch.device) -> int:
+    """Return of how many layers the keys turn at a time: what stays in a CPU's caches."""
+    widest = max(cmap.source.geometry.width, cmap.target.geometry.width)
+    share = EXTRA_BYTES["cuda" if device.type == "cuda" else "cpu"] // 96
+    return max(1, share // (4 * rows * widest))
 
 
 def _chunk_tokens(cmap: CacheMap, cache: KVCache, held: int) -> int:
@@ -72,7 +85,8 @@ def _chunk_tokens(cmap: CacheMap, cache: KVCache, held: int) -> int:
         held: Bytes that one token of one sequence takes in the workspace.
     """
     # Beside the workspace, one layer passes in fp32, with temporaries of its own size.
-    passing = 4 * 4 * max(cmap.source.geometry.width, cmap.target.geometry.width)
+    widest = max(cmap.source.geometry.width, cmap.target.geometry.width)
+    passing = 4 * (4 * widest + cmap.layout.angles)
     each = (held + passing) * cache.positions.shape[0]
     kind = "cuda" if cache.keys[0].is_cuda else "cpu"
     fits = EXTRA_BYTES[kind] // each

@@ -8,8 +8,9 @@ system is factored once per λ, whatever the number of heads that read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from kvmap.moments import Moments
 from kvmap.ridge import Covariance, explained_share, fitted_error, solve, squared_error
 
 RIDGE_GRID = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+# Of Gram matrices solved together: small ones take less time than the calls to solve them.
+TOGETHER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,11 @@ def fit_closed_form(
     """
     scores = _empty_scores(splits.target)
     ridges = RIDGE_GRID if ridge == "auto" else (float(ridge),)
-    fitted: list[LayerMap | None] = []
-    inputs = 0
-    for index, chosen in enumerate(layers):
-        if index < options.exact_layers:
-            fitted.append(None)
-            continue
-        fitted.append(_fit_layer(splits, index, tuple(chosen), options, ridges, scores))
-        inputs = max(inputs, fitted[-1].key.weight.shape[1])
-        progress()
-    return tuple(fitted), FitScores(**scores, rows_per_input=splits.train.count / max(inputs, 1))
+    wanted = {at: tuple(chosen) for at, chosen in enumerate(layers) if at >= options.exact_layers}
+    fitted = _fit_layers(splits, wanted, options, ridges, scores, progress)
+    inputs = max((layer.key.weight.shape[1] for layer in fitted.values()), default=1)
+    found = tuple(fitted.get(at) for at in range(len(layers)))
+    return found, FitScores(**scores, rows_per_input=splits.train.count / inputs)
 
 
 def layer_score(
@@ -88,7 +86,7 @@ def layer_score(
 ) -> float:
     """Return one target layer's held-out R², mean over K, V and heads, from some source layers."""
     scores = _empty_scores(splits.target)
-    _fit_layer(splits, index, chosen, options, ridges, scores)
+    _fit_layers(splits, {index: chosen}, options, ridges, scores)
     return float(sum(scores["held_out"][kind][index].mean() for kind in KINDS)) / len(KINDS)
 
 
@@ -100,37 +98,72 @@ def _empty_scores(target: Geometry) -> Tables:
     return {name: {kind: table() for kind in KINDS} for name in ("train", "held_out", "ridge")}
 
 
-def _fit_layer(
+def _fit_layers(
     splits: Splits,
-    index: int,
-    chosen: tuple[int, ...],
+    chosen: dict[int, tuple[int, ...]],
     options: MapOptions,
     ridges: Sequence[float],
     scores: Tables,
-) -> LayerMap:
-    """Solve one layer's regressions and note their scores."""
-    weights: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
-    biases: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    progress: Callable[[], None] = lambda: None,
+) -> dict[int, LayerMap]:
+    """Solve the regressions of some layers, small ones together, and note their scores.
+
+    Args:
+        chosen: Source layers by target layer.
+    """
     size = splits.target.head_size
-    for inputs, outputs in regressions(splits, index, chosen, options):
-        pair = [moments.covariance(inputs, outputs) for moments in (splits.train, splits.held_out)]
+    parts: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {}
+    for batch in _batches(splits, chosen, options):
+        pair = [
+            Covariance.stacked([moments.covariance(*blocks) for blocks in batch])
+            for moments in (splits.train, splits.held_out)
+        ]
         weight, bias, found = solve_best(*pair, ridges, size)
-        for at, block in enumerate(outputs):
-            for name, values in found.items():
-                scores[name][block.kind][index, block.head] = values[at].cpu()
-        for kind in {block.kind: None for block in outputs}:
-            own = torch.tensor([b.kind == kind for b in outputs]).repeat_interleave(size)
-            weights[kind].append(weight[:, own.to(weight.device)])
-            biases[kind].append(bias[own.to(weight.device)])
-    parts = {
-        k: Affine(torch.stack(weights[k]).float(), torch.stack(biases[k]).float()) for k in KINDS
+        for at, (_, outputs) in enumerate(batch):
+            for kind, own in groupby(enumerate(outputs), lambda place: place[1].kind):
+                places, blocks = zip(*own, strict=True)
+                index, heads = blocks[0].layer, [block.head for block in blocks]
+                columns = slice(places[0] * size, (places[-1] + 1) * size)
+                solved = (weight[at, :, columns].float(), bias[at, columns].float())
+                parts.setdefault((index, kind), []).append(solved)
+                for name, values in found.items():
+                    scores[name][kind][index, heads] = values[at, list(places)].cpu()
+            if (outputs[-1].kind, outputs[-1].head) == (KINDS[-1], splits.target.kv_heads - 1):
+                progress()
+    return {
+        index: LayerMap(layers, *(_affine(parts.pop((index, kind))) for kind in KINDS))
+        for index, layers in chosen.items()
     }
-    return LayerMap(chosen, **parts)
+
+
+def _affine(solved: list[tuple[Tensor, Tensor]]) -> Affine:
+    """Return a part of the weights [p, q] and biases [q] of its groups of heads."""
+    return Affine(*map(torch.stack, zip(*solved, strict=True)))
+
+
+Blocks = tuple[list[Block], list[Block]]
+
+
+def _batches(
+    splits: Splits, chosen: dict[int, tuple[int, ...]], options: MapOptions
+) -> Iterator[list[Blocks]]:
+    """Yield the regressions of some layers, those of one shape together while they are small."""
+    work = [
+        blocks
+        for index, layers in chosen.items()
+        for blocks in regressions(splits, index, layers, options)
+    ]
+    for _, found in groupby(work, lambda blocks: tuple(map(len, blocks))):
+        alike = list(found)
+        inputs = sum(splits.train.sizes[block.side] for block in alike[0][0])
+        most = max(1, TOGETHER_BYTES // (8 * inputs * inputs))
+        for start in range(0, len(alike), most):
+            yield alike[start : start + most]
 
 
 def regressions(
     splits: Splits, index: int, chosen: tuple[int, ...], options: MapOptions
-) -> list[tuple[list[Block], list[Block]]]:
+) -> list[Blocks]:
     """Return inputs and outputs of each regression of a layer.
 
     All heads make one regression, or one per kind; matched heads one per head and kind, or per
@@ -172,7 +205,7 @@ def solve_best(
         for ridge in way:
             if not found.try_ridge(ridge):
                 break
-    own = fitted_error(train, found.weight, found.ridge.repeat_interleave(head_size))
+    own = fitted_error(train, found.weight, found.ridge.repeat_interleave(head_size, -1))
     scores = {
         "ridge": found.ridge,
         "train": explained_share(own, train, head_size),
@@ -188,17 +221,17 @@ class _Best:
         self.train, self.held_out, self.head_size = train, held_out, head_size
         self.weight, self.bias = torch.zeros_like(train.cross), torch.zeros_like(train.output_mean)
         self.error = torch.full_like(train.output_mean, torch.inf)
-        self.ridge = torch.zeros_like(train.output_mean[::head_size])
+        self.ridge = torch.zeros_like(train.output_mean[..., ::head_size])
 
     def try_ridge(self, ridge: float) -> bool:
         """Solve for a ridge and keep what is better; return whether anything is."""
         weight, bias = solve(self.train, ridge)
         error = squared_error(self.held_out, weight, bias)
-        mine, other = (e.unflatten(0, (-1, self.head_size)).sum(-1) for e in (error, self.error))
+        mine, other = (e.unflatten(-1, (-1, self.head_size)).sum(-1) for e in (error, self.error))
         better = mine < other
         self.ridge = torch.where(better, ridge, self.ridge)
-        columns = better.repeat_interleave(self.head_size)
+        columns = better.repeat_interleave(self.head_size, -1)
         self.error = torch.where(columns, error, self.error)
-        self.weight = torch.where(columns, weight, self.weight)
+        self.weight = torch.where(columns[..., None, :], weight, self.weight)
         self.bias = torch.where(columns, bias, self.bias)
         return bool(better.any())
