@@ -275,11 +275,15 @@ def _refuse(asked: dict[str, Any]) -> None:
 def _fit_calibration(
     out: Output, calibration: Calibration, request: FitRequest, openers: tuple, dry_run: bool
 ) -> Any:
+    from kvmap.calibration_files import scope_of
     from kvmap.pair import fit_calibration
+    from kvmap.plan import moments_bytes
     from kvmap.survey import map_sizes
 
     if dry_run:
-        maps = map_sizes((calibration.source.geometry, calibration.target.geometry), 4)
+        shapes = (calibration.source.geometry, calibration.target.geometry)
+        kept = moments_bytes(*shapes, *scope_of(calibration.index["options"]))
+        maps = map_sizes(shapes, 4, kept)
         return out.document({"maps": maps}, lambda: plan.maps_text(maps))
     with out.progress() as progress:
         return fit_calibration(calibration, request, progress, openers=openers)
@@ -293,7 +297,7 @@ def _fit_models(
 
     text, kept, loading = made
     if dry_run:
-        found = survey(names, text, kept, loading)
+        found = survey(names, text, kept, loading, request.recipe)
         return out.document(found, lambda: plan.text(found))
     with out.progress() as progress:
         return fit_pair(names, text, kept, request, loading, progress)
