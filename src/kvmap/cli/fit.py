@@ -300,7 +300,7 @@ def _fit_models(
         found = survey(names, text, kept, loading, request.recipe)
         return out.document(found, lambda: plan.text(found))
     with out.progress() as progress:
-        return fit_pair(names, text, kept, request, loading, progress)
+        return fit_pair(names, text, kept, request, loading, progress, out.note)
 
 
 def _describe(out: Output, report: FitReport) -> None:
