@@ -15,6 +15,7 @@ from kvmap.cli import app as command
 from kvmap.cli import inputs, output
 from kvmap.collect import CollectOptions
 from kvmap.errors import FloorMissed, KvmapError, UsageError
+from kvmap.evaluate.tasks import READ_BY, is_read
 from kvmap.fit import DEFAULT_RECIPE, METHODS, RECIPES
 from kvmap.pair import Loading, TextOptions
 
@@ -118,6 +119,62 @@ def test_wrong_usage_ends_with_code_2(kvmap_run):
         assert problem in error, arguments
         assert (code, text) == (2, ""), arguments
         assert "Traceback" not in error
+
+
+IGNORED = [
+    ("fit a b --plot x.png", "--plot draws what --frontier or --budget measures"),
+    ("fit a b --assign best", "--assign pairs matched heads, and this map's read all"),
+    ("fit a b --recipe paper --assign 0,1", "--assign pairs matched heads"),
+    ("fit a b --width 8", "--width is of networks, and there are none"),
+    ("fit a b --method mlp --rank 8", "--rank is of linear maps, and an mlp is none"),
+    ("fit a b --method mlp --weights attention", "--weights is of linear maps"),
+    ("fit a b --layers l -k 2", "-k chooses layers, and they are chosen already"),
+    ("fit a --layers l --method greedy", "--method chooses layers, and they are chosen already"),
+    ("fit a b --recipe kvmap-native --no-exact-first", "--no-exact-first would map layer 0"),
+    ("fit a --frontier --budget 0.1", "--budget fits the best map and --frontier fits none"),
+    ("fit a --frontier --rank 8", "--rank is of a map, and --frontier fits none"),
+    ("fit a --frontier -o m", "--output is of a map, and --frontier fits none"),
+    ("fit a --frontier -k 2", "-k is what --frontier and --budget vary"),
+    ("fit a --budget 0.1 --no-joint", "--no-joint is what --frontier and --budget vary"),
+    ("fit a --budget 0.1 --layers l", "--layers is what --frontier and --budget vary"),
+    ("fit a --budget 0.1 -n", "--dry-run does nothing, and --frontier and --budget measure"),
+    ("collect a b --merge -o c --stride 1", "--stride is what merged calibrations have already"),
+    ("collect a b --merge -o c --no-joint", "--no-joint is what merged calibrations have"),
+    ("collect a b --merge -o c -n", "--dry-run is what merged calibrations have already"),
+    ("collect a b --no-moments --products float32", "--products is of moments, and --no-moments"),
+    ("select-layers a --method mlp", "found --method 'mlp', expected top or greedy"),
+    ("eval m --predict --min-cosine 0.9", "--min-cosine is of tasks, and --predict runs none"),
+    ("eval m --predict --sign", "--sign is of tasks, and --predict runs none"),
+    ("eval m --messages c --data d", "--data is read by no task beside --messages"),
+    ("eval m --few-shot 2", "--few-shot is read by none of the tasks demo"),
+    ("eval m --tasks wikitext2 --text t", "--text is read by none of the tasks wikitext2"),
+    ("eval m --tasks demo,needle --turn 2", "--turn is read by none of the tasks demo, needle"),
+    ("eval m --data d", "--data is read by none of the tasks demo"),
+    ("eval m --tasks coqa --length 64", "--length is read by none of the tasks coqa"),
+    ("eval m --alternate b", "--alternate is read by none of the tasks demo"),
+    ("eval m --history gold", "--history is read by none of the tasks demo"),
+    ("bench m --recipe paper", "--recipe says which map to make, and MAP is made already"),
+    ("bench --repeats 2 --budget 3", "--budget is time, and --repeats counts rounds instead"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), IGNORED, ids=[line for line, _ in IGNORED])
+def test_an_option_that_would_be_ignored_is_refused(kvmap_run, line, said):
+    code, text, error = kvmap_run(*line.split())
+    assert said in error
+    assert (code, text, len(error.splitlines())) == (2, "", 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (("demo", "coqa"), {"lengths", "data", "turn", "history", "alternate"}),
+        (("mmlu",), {"data", "text", "few_shot"}),
+        (("text",), {"lengths", "text"}),
+    ],
+)
+def test_an_option_is_read_where_one_task_reads_it(names, options):
+    assert {option for option in READ_BY if is_read(option, names)} == options
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ ORDER = (
     ("clearing",),
     ("engine", "map_checks"),
     ("mapping", "collect"),
-    ("handoff", "merge"),
+    ("handoff", "merge", "footprint"),
     ("fit",),
     ("plan", "transfer", "streaming", "pipeline", "evaluate"),
     ("pair",),

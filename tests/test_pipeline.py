@@ -10,7 +10,7 @@ from conftest import token_ids
 from entries import SOURCE, TARGET, moments, noise, related
 from safetensors.torch import load_file, save_file
 
-from kvmap import fit, models, pair, pipeline
+from kvmap import fit, models, pair, pipeline, plan
 from kvmap.collect import CollectOptions, collect
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe, Splits
@@ -89,6 +89,106 @@ def test_a_change_runs_what_depends_on_it_again(fitted, change, kept):
     again = fitted()
     assert again.reused == STAGES
     assert again.path != changed.path
+
+
+@pytest.fixture
+def little_room(planted_paths, monkeypatch):
+    """Leave memory for the moments of two chosen layers, and none for those of all."""
+    shapes = pair.geometries(tuple(map(str, planted_paths("twin_llama"))), LOADING)
+    sample = plan.moments_bytes(*shapes, "matched", False)
+    some = plan.moments_bytes(*shapes, "all", False, ((0,), (1,), (0,), (1,))[: shapes[1].layers])
+    room = max(sample, some)
+    assert room < plan.moments_bytes(*shapes, "all", False)
+    monkeypatch.setattr(plan, "free_memory", lambda device: room)
+    return shapes
+
+
+TEXT = pair.TextOptions(None, "train", 12, 32, 0)
+
+
+def two_passes(names, text, recipe, said, **options):
+    """Fit a pair with what is kept of it as small as it goes."""
+    kept = CollectOptions(**({"stride": 2, "joint": False} | options))
+    asked = pair.FitRequest(recipe)
+    texts = dataclasses.replace(TEXT, dataset=text)
+    return pair.fit_pair(names, texts, kept, asked, LOADING, note=said.append)
+
+
+def test_two_passes_are_made_where_moments_do_not_fit(
+    little_room, planted_paths, monkeypatch, tmp_path
+):
+    """The same map as by hand: a sample, a choice, a collection of what it reads, a fit."""
+    monkeypatch.setattr(plan, "SAMPLE", 8)
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
+    names = tuple(map(str, planted_paths("twin_llama")))
+    text, recipe = write_text(tmp_path / "text.jsonl"), dataclasses.replace(RECIPE, k=1)
+    said: list[str] = []
+    report = two_passes(names, text, recipe, said)
+    assert report.reused == ()
+    assert "in two passes, since the moments of all heads would take" in said[0]
+    assert "a sample of 8 sequences chooses 1 source layers per target layer" in said[0]
+
+    texts = dataclasses.replace(TEXT, dataset=text)
+    few = pair.read_text(names, dataclasses.replace(texts, sequences=8), LOADING)
+    kept = CollectOptions(stride=2, heads="matched", joint=False)
+    sample, _ = pair.collect_pair(names, few, kept, tmp_path / "a", LOADING, lambda *_: None)
+    chosen = dataclasses.replace(fit.recipe("paper"), k=1)
+    layers, path, _ = pipeline.cached_layers(sample, chosen, "top", tmp_path / "layers")
+    whole = pair.read_text(names, texts, LOADING)
+    kept = dataclasses.replace(kept, heads="all", layers=layers.layers)
+    second, _ = pair.collect_pair(names, whole, kept, tmp_path / "b", LOADING, lambda *_: None)
+    request = pair.FitRequest(recipe, layers=path, out=tmp_path / "map")
+    by_hand = pair.fit_calibration(second, request, lambda *_: None).cmap
+    for mine, theirs in zip(report.cmap.layers, by_hand.layers, strict=True):
+        assert mine.source_layers == theirs.source_layers
+        for kind in ("key", "value"):
+            assert torch.equal(mine.of(kind).weight, theirs.of(kind).weight)
+
+    assert two_passes(names, text, recipe, said).reused == (
+        "sample",
+        *STAGES[1:2],
+        "collect",
+        "fit",
+    )
+    shutil.rmtree(report.path.parent)
+    with monkeypatch.context() as patch:  # a first pass that was made is not made again
+        patch.setattr(models, "load", None)
+        assert two_passes(names, text, recipe, said).reused[0] == "sample"
+
+
+def test_a_free_k_is_what_fits(little_room, planted_paths, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
+    names = tuple(map(str, planted_paths("twin_llama")))
+    text, said = write_text(tmp_path / "text.jsonl"), []
+    report = two_passes(names, text, dataclasses.replace(RECIPE, k="auto"), said)
+    assert report.k == 1
+    assert "chooses at most 8 source layers" in said[0]
+    with pytest.raises(UsageError, match="are free here; give fewer heads or a smaller -k"):
+        two_passes(names, text, dataclasses.replace(RECIPE, k=3), said)
+    monkeypatch.setattr(plan, "free_memory", lambda device: 1000)
+    with pytest.raises(UsageError, match="so this takes a machine with more"):
+        two_passes(names, text, RECIPE, said, stride=1)
+
+
+def test_layers_are_not_chosen_greedily_in_two_passes(little_room, planted_paths, tmp_path):
+    names = tuple(map(str, planted_paths("twin_llama")))
+    texts = dataclasses.replace(TEXT, dataset=write_text(tmp_path / "text.jsonl"))
+    request = pair.FitRequest(RECIPE, "greedy")
+    with pytest.raises(UsageError, match="--method greedy tries layers together"):
+        pair.fit_pair(names, texts, CollectOptions(joint=False), request, LOADING)
+
+
+def test_a_dry_run_says_that_there_are_two_passes(little_room, kvmap_run, planted_paths):
+    names = planted_paths("twin_llama")
+    asked = ("fit", *names, "--recipe", "paper", "--sequences", "100", "--dry-run")
+    code, text, _ = kvmap_run(*asked)
+    assert code == 0
+    assert "in two passes, since the moments of all heads would take" in text
+    assert "collect 64 sequences of 1024 tokens, one token in 4 kept, moments of matched" in text
+    found = json.loads(kvmap_run(*asked, "--json")[1])
+    assert found["first_pass"]["moments_bytes"] < found["collect"]["moments_bytes"]
+    code, _, error = kvmap_run("collect", *names, "--heads", "all", "--sequences", "9", "-n")
+    assert (code, error) == (0, "")
 
 
 def test_other_text_under_the_same_name_is_noticed(fitted, tmp_path):

@@ -24,9 +24,10 @@ from kvmap.calibration_files import (
 )
 from kvmap.errors import UsageError
 from kvmap.geometry import Signature, json_digest
-from kvmap.moments import Moments, Rows
+from kvmap.moments import Moments
 
 INDEX = "index.json"
+MOMENTS = "moments.safetensors"
 FILE = re.compile(r"(source|target|head)-\d+\.safetensors")
 
 
@@ -98,9 +99,12 @@ class Calibration:
 
     @cached_property
     def _moments(self) -> dict[str, Moments]:
-        path = self.path / "moments.safetensors"
-        if not path.exists():
+        if not (self.path / MOMENTS).exists():
             return self._moments_from_dump(self.index["options"]["native_head"])
+        return self._load_moments()
+
+    def _load_moments(self) -> dict[str, Moments]:
+        path = self.path / MOMENTS
         made, metadata = load_moments(path)
         for side, expected in (("source", self.source), ("target", self.target)):
             require_model(path, metadata[side], expected)
@@ -108,8 +112,18 @@ class Calibration:
 
     @cached_property
     def _moments_with_head(self) -> dict[str, Moments]:
-        """Return what the dump alone gives: without moments, no head rows were kept apart."""
-        return self._moments_from_dump(0)
+        """Return the moments with the head rows added, which without moments lie in the dump."""
+        if not self.index["options"]["moments"]:
+            return self._moments_from_dump(0)
+        geometries = (self.source.geometry, self.target.geometry)
+        made = self._load_moments()  # not those that others may read: they are added to
+        for name in self.index["heads"]:
+            artifact = artifacts.open_artifact(self.path / name, "dump")
+            held_out = artifact.tensor("held_out")
+            for split, members in (("train", ~held_out), ("held_out", held_out)):
+                if members.any():
+                    made[split].update(head_rows(artifact, members, geometries))
+        return made
 
     def _moments_from_dump(self, first: int) -> dict[str, Moments]:
         if not self.index["shards"]:
@@ -122,10 +136,7 @@ class Calibration:
         for rows, position, sequence in self.shards():
             out = self.sequences["held_out"][sequence]
             for split, members in (("train", ~out), ("held_out", out)):
-                kept = members & (position >= first)
-                made[split].update(
-                    Rows({n: tuple(t[kept] for t in ts) for n, ts in rows.entries.items()})
-                )
+                made[split].update(rows, (members & (position >= first)).nonzero()[:, 0])
         return made
 
     def shards(self):
@@ -146,19 +157,7 @@ class Calibration:
         Args:
             with_head: Count the first tokens in, which are kept apart.
         """
-        if not with_head:
-            return self._moments[split]
-        if not self.index["options"]["moments"]:
-            return self._moments_with_head[split]
-        geometries = (self.source.geometry, self.target.geometry)
-        made = empty_moments(*geometries, *scope_of(self.index["options"]))
-        made.merge(self._moments[split])
-        for name in self.index["heads"]:
-            artifact = artifacts.open_artifact(self.path / name, "dump")
-            members = artifact.tensor("held_out") == (split == "held_out")
-            if members.any():
-                made.update(head_rows(artifact, members, geometries))
-        return made
+        return (self._moments_with_head if with_head else self._moments)[split]
 
 
 _OPTIONS = {"stride": int, "native_head": int, "heads": str, "joint": bool}

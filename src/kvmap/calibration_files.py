@@ -42,6 +42,7 @@ def empty_moments(
     joint: bool,
     layers: Layers | None = None,
     products: torch.dtype = ACCUMULATE,
+    device: str = "cpu",
 ) -> Moments:
     """Return accumulators for a pair; of all layers, or of what a choice of them reads.
 
@@ -51,7 +52,7 @@ def empty_moments(
     found, sizes = groups(source, target, heads, joint), head_sizes(source, target)
     if layers is not None:
         found = chosen_groups(found, layers, sizes)
-    return Moments(found, sizes, products=products)
+    return Moments(found, sizes, device, products)
 
 
 def scope_of(options: dict[str, Any]) -> tuple[str, bool, Layers | None]:
@@ -88,7 +89,7 @@ def load_moments(path: Path) -> tuple[dict[str, Moments], dict[str, Any]]:
         scope = scope_of(artifact.metadata)
     made = {}
     for split in SPLITS:
-        made[split] = empty_moments(*geometries, *scope)
+        made[split] = empty_moments(*geometries, *scope, device="meta")
         for name, empty in made[split].tensors.items():
             require_shape(artifact, f"{split}.{name}", tuple(empty.shape))
             made[split].tensors[name] = artifact.tensor(f"{split}.{name}")

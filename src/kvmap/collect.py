@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvmap import artifacts, atomic
-from kvmap.calibration import INDEX, Calibration
+from kvmap.calibration import INDEX, MOMENTS, Calibration
 from kvmap.calibration_files import (
     SPLITS,
     empty_moments,
@@ -285,19 +285,19 @@ class _Run:
         if path.exists() or shard < self.added:
             return
         loaded = self.models.open(side)
-        batches = [
-            content_rows(loaded, self.token_ids[batch], self.options.stride, LOOKBACK * (side == 0))
-            for batch in self._batches(shard)
-        ]
-        tensors = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        members = torch.tensor(self._sequences(shard))
-        tensors["sequence"] = members.repeat_interleave(len(tensors["position"]) // len(members))
+        members = self._sequences(shard)
+        kept = -(-self.token_ids.shape[1] // self.options.stride)  # rows of a sequence
+        tensors: dict[str, Tensor] = {}
+        for start in range(0, len(members), self.options.batch):
+            batch = members[start : start + self.options.batch]
+            tokens, lookback = self.token_ids[list(batch)], LOOKBACK * (side == 0)
+            # Into their place at once: joined at the end, all rows would be held twice.
+            for name, part in content_rows(loaded, tokens, self.options.stride, lookback).items():
+                if name not in tensors:
+                    tensors[name] = part.new_empty((len(members) * kept, *part.shape[1:]))
+                tensors[name][start * kept :][: len(part)] = part
+        tensors["sequence"] = torch.tensor(members).repeat_interleave(kept)
         artifacts.write(path, "dump", tensors, {"model": loaded.signature.to_json()}, private=True)
-
-    def _batches(self, shard: int) -> Iterator[list[int]]:
-        sequences = list(self._sequences(shard))
-        for start in range(0, len(sequences), self.options.batch):
-            yield sequences[start : start + self.options.batch]
 
     def add_moments(self, shard: int) -> None:
         """Add a shard's rows to the moments; without a dump, keep it until they are on disk."""
@@ -309,8 +309,7 @@ class _Run:
         head = position < self.options.native_head
         out = self.held_out[sequence]
         for split, members in (("train", ~out), ("held_out", out)):
-            if (members & ~head).any():
-                self.moments[split].update(_pick(rows, members & ~head))
+            self.moments[split].update(rows, (members & ~head).nonzero()[:, 0])
         if head.any():
             self._write_head(shard, rows, head, out)
         self.added = shard + 1
@@ -358,7 +357,7 @@ class _Run:
 
     def _write_index(self) -> None:
         if self.options.moments:
-            save_moments(self.out / "moments.safetensors", self.moments, self._scope())
+            save_moments(self.out / MOMENTS, self.moments, self._scope())
         shards = range(self.shards)
         data = {
             "kind": "calibration",
@@ -391,9 +390,3 @@ class _Run:
         self.team.agree(True)
         (self.out / RUN).unlink(missing_ok=True)
         return Calibration.open(self.out)
-
-
-def _pick(rows: Rows, members: Tensor) -> Rows:
-    return Rows(
-        {name: tuple(tensor[members] for tensor in layers) for name, layers in rows.entries.items()}
-    )

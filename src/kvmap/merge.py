@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kvmap import artifacts, atomic
-from kvmap.calibration import INDEX, Calibration
-from kvmap.calibration_files import SPLITS, empty_moments, save_moments, scope_of
+from kvmap.calibration import INDEX, MOMENTS, Calibration
+from kvmap.calibration_files import SPLITS, load_moments, save_moments
 from kvmap.clearing import RUN, clear
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest
@@ -108,12 +108,10 @@ def _copy(path: Path, copy: Path, first_sequence: int) -> None:
 
 
 def _merge_moments(parts: list[Calibration], out: Path) -> None:
-    options = parts[0].index["options"]
-    geometries = (parts[0].source.geometry, parts[0].target.geometry)
-    scope = scope_of(options)
-    merged = {split: empty_moments(*geometries, *scope) for split in SPLITS}
-    for part in parts:
+    """Add up the parts' moments, no more than two of them in memory."""
+    merged, metadata = load_moments(parts[0].path / MOMENTS)
+    for part in parts[1:]:
+        other, _ = load_moments(part.path / MOMENTS)
         for split in SPLITS:
-            merged[split].merge(part.moments(split))
-    header = artifacts.open_artifact(parts[0].path / "moments.safetensors", "moments").metadata
-    save_moments(out / "moments.safetensors", merged, header)
+            merged[split].merge(other[split])
+    save_moments(out / MOMENTS, merged, metadata)

@@ -7,7 +7,8 @@ be fitted from them without running a model again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,12 @@ class Rows:
         """Return the blocks' columns side by side, [stop - start, p]."""
         columns = [self.entries[b.side, b.kind][b.layer][start:stop, b.head] for b in blocks]
         return torch.cat(columns, dim=1).to(dtype)
+
+    def pick(self, members: Tensor) -> Rows:
+        """Return a copy of some rows, by their numbers."""
+        return Rows(
+            {name: tuple(t[members] for t in layers) for name, layers in self.entries.items()}
+        )
 
 
 class Moments:
@@ -108,31 +115,34 @@ class Moments:
         """Number of rows seen."""
         return int(self.tensors[f"{self.groups[0].name}.count"].item())
 
-    def update(self, rows: Rows) -> None:
-        """Add rows."""
-        for start in range(0, rows.count, ROW_CHUNK):
+    def update(self, rows: Rows, members: Tensor | None = None) -> None:
+        """Add rows, or those of some numbers: `update_bytes` at most are held meanwhile."""
+        kept = torch.arange(rows.count) if members is None else members
+        for numbers in kept.split(ROW_CHUNK) if len(kept) else ():
+            chunk = rows.pick(numbers)
             for group in self.groups:
-                x, y = (
-                    rows.design(blocks, start, start + ROW_CHUNK, self.products)
-                    for blocks in (group.inputs, group.outputs)
-                )
-                self._add(group, x, y)
+                self._add(group, chunk)
         for group in self.groups:
             _mirror(self._of(group)["gram"])
 
-    def _add(self, group: Group, x: Tensor, y: Tensor) -> None:
+    def _add(self, group: Group, rows: Rows) -> None:
         """Add rows, to the blocks of the Gram matrix on and above its diagonal alone."""
         mine = self._of(group)
         device = mine["gram"].device
-        x, y = x.to(device), y.to(device)
-        input_mean, output_mean = (rows.mean(0, dtype=ACCUMULATE) for rows in (x, y))
-        x, y = x - input_mean.to(x.dtype), y - output_mean.to(y.dtype)
+        x, y = (
+            rows.design(blocks, dtype=self.products).to(device)
+            for blocks in (group.inputs, group.outputs)
+        )
+        input_mean, output_mean = (part.mean(0, dtype=ACCUMULATE) for part in (x, y))
+        x.sub_(input_mean.to(x.dtype))
+        y.sub_(output_mean.to(y.dtype))
         for start in range(0, x.shape[1], BLOCK):
-            own = x[:, start : start + BLOCK]
-            _add_product(mine["gram"][start : start + BLOCK, start:], own, x[:, start:])
-        _add_product(mine["cross"], x, y)
-        mine["output_square"].add_(y.square().sum(0, dtype=ACCUMULATE))
-        _merge_means(mine, float(x.shape[0]), input_mean, output_mean)
+            stop = start + BLOCK
+            own = x[:, start:stop]
+            _add_product(mine["gram"][start:stop, start:], own, x[:, start:])
+            _add_product(mine["cross"][start:stop], own, y)
+        mine["output_square"].add_(y.square_().sum(0, dtype=ACCUMULATE))
+        _merge_means(mine, float(rows.count), input_mean, output_mean)
 
     def merge(self, other: Moments) -> None:
         """Add what another accumulator of the same groups has seen.
@@ -219,11 +229,40 @@ Runs = list[tuple[int, int]]
 
 
 def _taken(tensor: Tensor, *runs: Runs) -> Tensor:
-    """Return the ranges of a tensor's first dimensions, joined."""
-    for dimension, wanted in enumerate(runs):
-        parts = [tensor.narrow(dimension, start, stop - start) for start, stop in wanted]
-        tensor = torch.cat(parts, dim=dimension) if len(parts) > 1 else parts[0]
-    return tensor
+    """Return the ranges of a tensor's dimensions, joined: a view where each is one range."""
+    if all(len(wanted) == 1 for wanted in runs):
+        return tensor[tuple(slice(*wanted[0]) for wanted in runs)]
+    made = tensor.new_empty([sum(stop - start for start, stop in wanted) for wanted in runs])
+    for place in itertools.product(*(zip(wanted, _joined(wanted), strict=True) for wanted in runs)):
+        made[tuple(to for _, to in place)] = tensor[tuple(slice(*run) for run, _ in place)]
+    return made
+
+
+def _joined(runs: Runs) -> Iterator[slice]:
+    """Yield where each range lies once they are side by side."""
+    at = 0
+    for start, stop in runs:
+        yield slice(at, at + stop - start)
+        at += stop - start
+
+
+def update_bytes(
+    shapes: Iterable[tuple[int, int]], rows: int, width: int, products: torch.dtype = ACCUMULATE
+) -> int:
+    """Return the bytes that adding rows takes beside the moments and the rows themselves.
+
+    Args:
+        shapes: Inputs p and outputs q of each group.
+        width: Bytes of one number of the rows.
+    """
+    chunk, wide = min(rows, ROW_CHUNK), products.itemsize
+    # X and Y; the one made last passes in the rows' own dtype where that is another, and a
+    # product that is not summed in place passes block by block.
+    passing = width if width != wide else 0
+    apart = 0 if products == ACCUMULATE else BLOCK * wide
+    return max(
+        (chunk * (wide * (p + q) + passing * q) + apart * max(p, q) for p, q in shapes), default=0
+    )
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:

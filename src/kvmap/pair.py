@@ -18,6 +18,8 @@ from kvmap.errors import UsageError
 from kvmap.fit import Recipe
 from kvmap.fit.job import Opener
 from kvmap.geometry import Geometry, json_digest
+from kvmap.layers import load_layers
+from kvmap.map_options import weight_shape
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
 from kvmap.models.load import (
@@ -30,6 +32,8 @@ from kvmap.models.load import (
     shape_of,
 )
 from kvmap.pipeline import (
+    AUTO_K,
+    LOW_ROWS_PER_INPUT,
     Text,
     cache_folder,
     cached_layers,
@@ -261,8 +265,6 @@ def fit_calibration(
         openers: Load both models where the recipe runs them; by name if not given.
     """
     if request.layers is not None:
-        from kvmap.layers import load_layers
-
         _, layers, record = load_layers(request.layers)
         layers_path, k, known = request.layers, record["k"], False
     elif (recorded := scope_of(calibration.index["options"])[2]) is not None:
@@ -291,11 +293,84 @@ def fit_pair(
     request: FitRequest,
     loading: Loading,
     progress: Progress = lambda step, done, total: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> FitReport:
-    """Fit a map between two models by name, from nothing if need be."""
+    """Fit a map between two models by name, from nothing if need be.
+
+    Args:
+        note: Told where the moments do not fit in memory and two passes are made instead.
+    """
     found = read_text(names, text_options, loading)
-    options = with_scope(options, geometries(names, loading), request.recipe)
+    shapes = geometries(names, loading)
+    asked, options = options, with_scope(options, shapes, request.recipe)
+    reused: tuple[str, ...] = ()
+    path = _cached_path(names, found, options, loading)
+    if path is None or open_finished(path) is None:
+        said = plan.two_passes(*shapes, options, request.recipe.k)
+        if said is not None:
+            note(said)
+            request, options, reused = _choose_first(
+                names, found, asked, request, loading, progress
+            )
     calibration, known = collect_pair(names, found, options, None, loading, progress)
     openers = tuple(partial(loading.open, name) for name in names)
-    reused = ("collect",) if known else ()
+    reused = (*reused, "collect") if known else reused
     return fit_calibration(calibration, request, progress, reused, openers)
+
+
+def _choose_first(
+    names: tuple[str, str],
+    found: Text,
+    options: CollectOptions,
+    request: FitRequest,
+    loading: Loading,
+    progress: Progress,
+) -> tuple[FitRequest, CollectOptions, tuple[str, ...]]:
+    """Choose layers on a sample of the text, where moments of all do not fit in memory.
+
+    Returns:
+        The request with its choice, what to collect for it, and what was there already.
+
+    Raises:
+        UsageError: The sample's moments do not fit either, or layers are to be chosen greedily.
+    """
+    shapes = geometries(names, loading)
+    if request.layers is not None:
+        return request, _of_layers(options, shapes, request, load_layers(request.layers)[1]), ()
+    if request.selection == "greedy":
+        raise UsageError(
+            "--method greedy tries layers together, whose moments do not fit in memory here; "
+            "take --method top"
+        )
+    sample = Text(found.token_ids[: plan.SAMPLE], found.record)
+    calibration, known = collect_pair(
+        names, sample, plan.sample_of(options), None, loading, progress
+    )
+    rows = found.token_ids[:, :: options.stride].numel() * (1 - options.held_out)
+    for k in _counts(request.recipe, shapes, rows):
+        recipe = replace(request.recipe, k=k)
+        choice, path, chosen = cached_layers(calibration, recipe, request.selection, None)
+        narrow = _of_layers(options, shapes, request, choice.layers)
+        if plan.too_large(*shapes, narrow) is None:
+            break
+    reused = (*(("sample",) if known else ()), *(("select-layers",) if chosen else ()))
+    return replace(request, layers=path), narrow, reused
+
+
+def _counts(recipe: Recipe, shapes: tuple[Geometry, Geometry], rows: float) -> list[int]:
+    """Return the k to try, largest first: the recipe's, or those with rows enough for inputs."""
+    if recipe.k != "auto":
+        return [int(recipe.k)]
+    counts = [k for k in AUTO_K if k <= min(plan.USUAL_K, shapes[0].layers)]
+    inputs = {k: weight_shape(recipe.options, k, *shapes)[1] for k in counts}
+    enough = [k for k in counts if rows >= LOW_ROWS_PER_INPUT * inputs[k]]
+    return enough[::-1] or counts[:1]
+
+
+def _of_layers(
+    options: CollectOptions,
+    shapes: tuple[Geometry, Geometry],
+    request: FitRequest,
+    layers: tuple[tuple[int, ...], ...],
+) -> CollectOptions:
+    return with_scope(replace(options, layers=layers), shapes, request.recipe)

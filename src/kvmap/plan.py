@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
-from kvmap.chosen import Layers, chosen_groups
+from kvmap.chosen import Layers
 from kvmap.collect import CollectOptions
-from kvmap.columns import LOOKBACK, groups, head_sizes
 from kvmap.fit.recipes import RECIPES
+from kvmap.footprint import collect_bytes, fit_bytes, group_shapes, row_bytes, use_bytes
 from kvmap.geometry import Geometry
 from kvmap.map_options import MapOptions, weight_shape
 
 # Above these bytes of accumulators, moments of all heads, then joint ones, are not the default.
 ALL_HEADS_BYTES = 4 << 30
 JOINT_BYTES = 16 << 30
+# Sequences on which layers are chosen, and the k of "auto", where moments of all do not fit.
+SAMPLE = 64
+USUAL_K = 8
 
 TWO_PASSES = (
-    "choose layers on a sample first (`kvmap collect --sequences 64 --heads matched --no-joint "
-    "-o CALIB`, then `kvmap select-layers CALIB -k 4 --recipe paper -o LAYERS`) and collect with "
+    "`kvmap fit SOURCE TARGET` goes on in two passes by itself; or choose layers on a sample first "
+    f"(`kvmap collect --sequences {SAMPLE} --heads matched --no-joint -o CALIB`, then "
+    f"`kvmap select-layers CALIB -k {USUAL_K} --recipe paper -o LAYERS`) and collect with "
     "`--layers LAYERS`"
 )
 
@@ -55,14 +60,9 @@ def moments_bytes(
     source: Geometry, target: Geometry, heads: str, joint: bool, layers: Layers | None = None
 ) -> int:
     """Return the bytes of train and held-out moments, of all layers or of a choice."""
-    total = 0
-    sizes = head_sizes(source, target)
-    found = groups(source, target, heads, joint)
-    for group in found if layers is None else chosen_groups(found, layers, sizes):
-        p = sum(sizes[block.side] for block in group.inputs)
-        q = sum(sizes[block.side] for block in group.outputs)
-        total += p * p + p * q + p + 2 * q + 1
-    return 2 * 8 * total
+    options = CollectOptions(heads=heads, joint=joint, layers=layers)
+    sizes = group_shapes(source, target, options)
+    return 2 * 8 * sum(p * p + p * q + p + 2 * q + 1 for p, q in sizes)
 
 
 def moments_scope(
@@ -81,9 +81,38 @@ def too_large(source: Geometry, target: Geometry, options: CollectOptions) -> st
     free = free_memory("cpu")
     if needed <= free:
         return None
+    hint = TWO_PASSES
+    if options.layers:
+        hint = "give fewer heads or a smaller -k"
+    elif options.heads == "matched" and not options.joint:
+        hint = "no smaller ones tell which layers to choose, so this takes a machine with more"
+    return f"{_needed(options, needed, free)}; {hint}"
+
+
+def two_passes(
+    source: Geometry, target: Geometry, options: CollectOptions, k: int | str
+) -> str | None:
+    """Say that and why a fit goes on in two passes; None where all moments fit in memory."""
+    if options.layers is not None or too_large(source, target, options) is None:
+        return None
+    needed = moments_bytes(source, target, options.heads, options.joint)
+    wanted = f"at most {USUAL_K}" if k == "auto" else k
+    return (
+        f"in two passes, since {_needed(options, needed, free_memory('cpu'))}: a sample of "
+        f"{SAMPLE} sequences chooses {wanted} source layers per target layer, then moments of "
+        "these alone are kept"
+    )
+
+
+def sample_of(options: CollectOptions) -> CollectOptions:
+    """Return what is kept of a sample on which layers are chosen: what one-layer probes read."""
+    return replace(options, heads="matched", joint=False, layers=None, dump=False, moments=True)
+
+
+def _needed(options: CollectOptions, needed: int, free: int) -> str:
     return (
         f"the moments of {options.heads} heads would take {needed / 1e9:.1f} GB, "
-        f"{free / 1e9:.1f} GB are free here; {'give fewer heads' if options.layers else TWO_PASSES}"
+        f"{free / 1e9:.1f} GB are free here"
     )
 
 
@@ -96,8 +125,7 @@ def dump_bytes(
 ) -> int:
     """Return the bytes of the dump of [N, T] tokens."""
     rows = shape[0] * -(-shape[1] // options.stride)
-    back = 2 * LOOKBACK * source.width * itemsize
-    return rows * (back + sum(g.kv_bytes_per_token(itemsize) for g in (source, target)))
+    return rows * sum(row_bytes(source, target, itemsize))
 
 
 def forward_flops(parameters: int, geometry: Geometry, shape: tuple[int, int]) -> float:
@@ -125,39 +153,29 @@ def collect_cost(
     scope = (options.heads, options.joint, options.layers)
     moments = moments_bytes(source, target, *scope) if options.moments else 0
     dump = dump_bytes(source, target, options, shape, itemsize)
-    per_row = (
-        sum(2 * p * (p + q) for p, q in _group_sizes(source, target, options))
-        if options.moments
-        else 0
-    )
+    per_row = sum(2 * p * (p + q) for p, q in group_shapes(source, target, options))
     rows = shape[0] * -(-shape[1] // options.stride)
     flops = sum(forward_flops(size, g, shape) for g, size in models) + per_row * rows
-    batch = options.batch * shape[1] * max(g.kv_bytes_per_token(itemsize) for g in (source, target))
-    shard = dump // max(1, -(-shape[0] // options.shard))
-    memory = (source_size + target_size) * itemsize + batch + 2 * shard + moments
+    together = fits_together((source_size * itemsize, target_size * itemsize), "cpu")
+    memory = collect_bytes(models, shape, options, itemsize, together)
     disk = (dump if options.dump else 0) + moments
     return Cost(disk, memory, flops, flops / (rate or matmul_rate()))
 
 
-def _group_sizes(
-    source: Geometry, target: Geometry, options: CollectOptions
-) -> list[tuple[int, int]]:
-    sizes = head_sizes(source, target)
-    found = groups(source, target, options.heads, options.joint)
-    if options.layers is not None:
-        found = chosen_groups(found, options.layers, sizes)
-    return [
-        (sum(sizes[b.side] for b in group.inputs), sum(sizes[b.side] for b in group.outputs))
-        for group in found
-    ]
-
-
 def map_table(
-    source: Geometry, target: Geometry, itemsize: int = 2
+    source: Geometry, target: Geometry, itemsize: int = 2, moments: int | None = None
 ) -> list[dict[str, float | str]]:
-    """Return bytes and FLOPs per token of each recipe's map for several k."""
+    """Return bytes and FLOPs per token of each recipe's map for several k.
+
+    Args:
+        moments: Bytes of a calibration's; those that each recipe would collect if not given.
+    """
+    heads, joint = moments_scope(source, target)
     rows = []
     for name, recipe in RECIPES.items():
+        wide = "all" if recipe.options.heads == "all" else heads
+        scope = (wide, joint or recipe.options.mixed)
+        kept = moments_bytes(source, target, *scope) if moments is None else moments
         for k in (1, 4, 8) if recipe.k == "auto" else (int(recipe.k),):
             parameters = map_parameters(recipe.options, k, source, target)
             flops = map_flops_per_token(recipe.options, k, source, target)
@@ -167,6 +185,8 @@ def map_table(
                     "k": min(k, source.layers),
                     "bytes": parameters * itemsize,
                     "flops_per_token": flops,
+                    "fit_bytes": fit_bytes(recipe.options, k, source, target, kept),
+                    "use_bytes": use_bytes(recipe.options, k, source, target),
                 }
             )
     return rows
@@ -194,4 +214,9 @@ def free_memory(device: str) -> int:
     """Return the free bytes of a device; of the machine for a CPU."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
+    # Pages of files that were read are free for the asking, though not counted as free pages.
+    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvmap import models, plan
 from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
+from kvmap.fit import Recipe
 from kvmap.geometry import Geometry
 from kvmap.models.load import (
     load_config,
@@ -23,11 +25,19 @@ from kvmap.pair import Loading, TextOptions, with_scope
 
 
 def survey(
-    names: tuple[str, str], text: TextOptions, options: CollectOptions, loading: Loading
+    names: tuple[str, str],
+    text: TextOptions,
+    options: CollectOptions,
+    loading: Loading,
+    recipe: Recipe | None = None,
 ) -> dict[str, Any]:
     """Return a pair's shapes, what stands against pairing it, and the size of each artifact.
 
     `pairable` is None where nothing stands against it but a tokenizer is not at hand.
+
+    Args:
+        recipe: Of a fit, which collects what it reads, if need be in two passes: `first_pass` is
+            then what the first takes.
 
     Raises:
         UsageError: A model's config cannot be read.
@@ -39,6 +49,13 @@ def survey(
     problems = [
         found for config, name in zip(configs, names, strict=True) if (found := _kind(config, name))
     ]
+    kept = with_scope(options, shapes, recipe)
+    said = recipe and plan.two_passes(*shapes, kept, recipe.k)
+    passes = {}
+    if said:
+        sample = replace(text, sequences=min(plan.SAMPLE, text.sequences))
+        first = collect_plan(shapes, sizes, sample, plan.sample_of(options), itemsize)
+        passes = {"two_passes": said, "first_pass": first}
     tokenizers = _tokenizer_problems(names, loading)
     problems += tokenizers or []
     return {
@@ -51,13 +68,20 @@ def survey(
         "pairable": False if problems else None if tokenizers is None else True,
         "problems": problems,
         "maps": map_sizes(shapes, itemsize),
-        "collect": collect_plan(shapes, sizes, text, with_scope(options, shapes), itemsize),
+        "collect": collect_plan(shapes, sizes, text, kept, itemsize),
+        **passes,
     }
 
 
-def map_sizes(shapes: tuple[Geometry, Geometry], itemsize: int) -> list[dict[str, Any]]:
-    """Return the size of each recipe's map; a k that the source's layers cap is listed once."""
-    rows = plan.map_table(*shapes, itemsize)
+def map_sizes(
+    shapes: tuple[Geometry, Geometry], itemsize: int, moments: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the size of each recipe's map; a k that the source's layers cap is listed once.
+
+    Args:
+        moments: Bytes of the moments that are there already.
+    """
+    rows = plan.map_table(*shapes, itemsize, moments)
     return [row for index, row in enumerate(rows) if row not in rows[:index]]
 
 

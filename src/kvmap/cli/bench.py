@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvmap.cli import inputs, options
+from kvmap.cli import ignored, inputs, options
 from kvmap.cli.bench_text import part_text, plan_text, report
 from kvmap.cli.output import Output
 from kvmap.errors import FloorMissed, UsageError
@@ -28,8 +28,13 @@ def run(
         str, typer.Option("--context", metavar="N,...", help="Lengths of context, in tokens.")
     ] = CONTEXT,
     pair: Annotated[
-        str, typer.Option("--pair", metavar="SOURCE,TARGET", help="The models, without MAP.")
-    ] = PAIR,
+        str | None,
+        typer.Option(
+            "--pair",
+            metavar="SOURCE,TARGET",
+            help=f"The models, without MAP. [default: {PAIR}]",
+        ),
+    ] = None,
     both: Annotated[
         bool, typer.Option("--both", help="The other direction too, without MAP.")
     ] = False,
@@ -98,7 +103,9 @@ def run(
     out = Output(as_json, quiet)
     contexts = parse_contexts(context)
     loading = inputs.given(Loading, device=device, dtype=dtype)
-    jobs = bench.jobs_of(map_file, pair, both, recipe)
+    typed = {"MAP": map_file, "--pair": pair, "--both": both, "--recipe": recipe}
+    ignored.in_bench(typed | {"--repeats": repeats, "--budget": budget})
+    jobs = bench.jobs_of(map_file, pair or PAIR, both, recipe)
     bench.check_lengths(jobs, contexts)
     if dry_run:
         rows = bench.plan(jobs, contexts, loading)

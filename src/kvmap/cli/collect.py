@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvmap.cli import inputs, options
+from kvmap.cli import ignored, inputs, options
 from kvmap.cli.output import Output, amount
 from kvmap.cli.plan import collect_text
 from kvmap.errors import UsageError
@@ -73,6 +73,11 @@ def run(
     from kvmap.survey import survey
 
     out, names = Output(as_json, quiet), (source, target)
+    typed = {"--dataset": dataset, "--sequences": sequences, "--length": length, "--seed": seed}
+    typed |= {"--stride": stride, "--held-out": held_out, "--heads": heads, "--layers": layers}
+    typed |= {"--products": products, "--no-dump": not dump, "--no-moments": not moments}
+    typed |= {"--device": device, "--dtype": dtype, "--dry-run": dry_run}
+    ignored.in_collect(typed | ignored.flag(joint, "joint"), merge, moments)
     loading = inputs.given(Loading, device=device, dtype=dtype)
     asked = inputs.given(
         CollectOptions,

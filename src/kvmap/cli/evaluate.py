@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvmap.cli import inputs, layout, options
+from kvmap.cli import ignored, inputs, layout, options
 from kvmap.cli.output import Output
 from kvmap.errors import UsageError
 
@@ -149,6 +149,13 @@ def run(
         seed=seed,
     )
     asked = _limited(asked, inputs.at_least("--limit", limit, 0))
+    typed = {"--tasks": tasks, "--limit": limit, "--length": length, "--data": data}
+    typed |= {"--text": text, "--messages": messages, "--turn": turn, "--history": history}
+    typed |= {"--alternate": alternate, "--few-shot": few_shot, "--diagnosed": diagnosed}
+    typed |= {"--output": output, "--html": html, "--sign": sign, "--max-kl": max_kl}
+    typed |= {"--min-retention": min_retention, "--min-gap-recovered": min_gap_recovered}
+    typed |= {"--min-margin": min_margin, "--min-cosine": min_cosine}
+    ignored.in_eval(typed, asked.tasks, predict)
     gates = Gates(min_retention, min_gap_recovered, min_margin, min_cosine, max_kl)
     places = (source_model, target_model, device, dtype)
     if predict:

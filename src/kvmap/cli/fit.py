@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmap.cli import inputs, options, plan
+from kvmap.cli import ignored, inputs, options, plan
 from kvmap.cli.output import Output, amount, figure, table
 from kvmap.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvmap.calibration import Calibration
     from kvmap.pair import FitReport, FitRequest
 
 EXAMPLES = (
@@ -140,14 +141,17 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Fit a map, doing what must come before."""
+    from functools import partial
+
     from kvmap.artifacts import refuse_overwrite
+    from kvmap.calibration import Calibration
     from kvmap.collect import CollectOptions
     from kvmap.columns import LOOKBACK
     from kvmap.pair import FitRequest, Loading, TextOptions
 
     out = Output(as_json, quiet)
-    if output is not None:
-        refuse_overwrite(output, force)
+    for path in filter(None, (output, plot)):
+        refuse_overwrite(path, force)
     assigned = inputs.heads_or_none(assign)
     parts = {
         "assignment": assigned,
@@ -180,8 +184,16 @@ def run(
         layers,
         output,
     )
+    typed = {"--frontier": frontier, "--budget": budget, "--plot": plot, "--dry-run": dry_run}
+    typed |= {"--layers": layers, "-k": k, "--method": method, "--weights": weights}
+    typed |= {"--width": width, "--rank": rank, "--polish": polish, "--heads": heads}
+    typed |= {"--assign": assign, "--lookback": lookback, "--output": output}
+    for name, value in (("joint", joint), ("anchor", anchor), ("exact-first", exact_first)):
+        typed |= ignored.flag(value, name)
+    ignored.in_fit(typed, request.recipe)
     text = {"dataset": dataset, "sequences": sequences, "length": length, "seed": seed}
     kept = {"stride": stride, "held_out": held_out}
+    loading = inputs.given(Loading, device=device, dtype=dtype)
     if target is not None and (frontier or budget is not None):
         raise UsageError(
             "--frontier and --budget are for a calibration, found two models; "
@@ -189,18 +201,19 @@ def run(
         )
     if target is None:
         _refuse(text | kept)
+        calibration = Calibration.open(source)
+        if calibration.index["options"].get("layers") is not None:
+            ignored.of_chosen(typed, networks)
+        named = (calibration.source.name, calibration.target.name)
+        openers = tuple(partial(loading.open, name) for name in named)
         if frontier or budget is not None:
-            picked = _frontier(out, source, request, budget, plot)
+            picked = _frontier(out, calibration, request, openers, budget, plot)
             if picked is None:
                 return
             request = picked
-        report = _fit_calibration(out, source, request, dry_run)
+        report = _fit_calibration(out, calibration, request, openers, dry_run)
     else:
-        made = (
-            inputs.given(TextOptions, **text),
-            inputs.given(CollectOptions, **kept),
-            inputs.given(Loading, device=device, dtype=dtype),
-        )
+        made = (inputs.given(TextOptions, **text), inputs.given(CollectOptions, **kept), loading)
         report = _fit_models(out, (source, target), request, made, dry_run)
     if report is not None:
         _describe(out, report)
@@ -208,13 +221,17 @@ def run(
 
 
 def _frontier(
-    out: Output, path: str, request: FitRequest, budget: str | None, picture: Path | None
+    out: Output,
+    calibration: Calibration,
+    request: FitRequest,
+    openers: tuple,
+    budget: str | None,
+    picture: Path | None,
 ) -> FitRequest | None:
     """Measure candidates and print them, or return a request for the best within a budget."""
     from dataclasses import replace
 
     from kvmap.bench.plot import check_plotting
-    from kvmap.calibration import Calibration
     from kvmap.fit.frontier import plot, within
     from kvmap.pipeline import cost_quality
 
@@ -222,7 +239,7 @@ def _frontier(
     if picture is not None:
         check_plotting()
     with out.progress() as progress:
-        points = cost_quality(Calibration.open(path), request.recipe, progress)
+        points = cost_quality(calibration, request.recipe, progress, openers)
     if picture is not None:
         plot(points, picture)
     rows = [
@@ -261,17 +278,21 @@ def _refuse(asked: dict[str, Any]) -> None:
         )
 
 
-def _fit_calibration(out: Output, path: str, request: FitRequest, dry_run: bool) -> Any:
-    from kvmap.calibration import Calibration
+def _fit_calibration(
+    out: Output, calibration: Calibration, request: FitRequest, openers: tuple, dry_run: bool
+) -> Any:
+    from kvmap.calibration_files import scope_of
     from kvmap.pair import fit_calibration
+    from kvmap.plan import moments_bytes
     from kvmap.survey import map_sizes
 
-    calibration = Calibration.open(path)
     if dry_run:
-        maps = map_sizes((calibration.source.geometry, calibration.target.geometry), 4)
+        shapes = (calibration.source.geometry, calibration.target.geometry)
+        kept = moments_bytes(*shapes, *scope_of(calibration.index["options"]))
+        maps = map_sizes(shapes, 4, kept)
         return out.document({"maps": maps}, lambda: plan.maps_text(maps))
     with out.progress() as progress:
-        return fit_calibration(calibration, request, progress)
+        return fit_calibration(calibration, request, progress, openers=openers)
 
 
 def _fit_models(
@@ -282,10 +303,10 @@ def _fit_models(
 
     text, kept, loading = made
     if dry_run:
-        found = survey(names, text, kept, loading)
+        found = survey(names, text, kept, loading, request.recipe)
         return out.document(found, lambda: plan.text(found))
     with out.progress() as progress:
-        return fit_pair(names, text, kept, request, loading, progress)
+        return fit_pair(names, text, kept, request, loading, progress, out.note)
 
 
 def _describe(out: Output, report: FitReport) -> None:
@@ -303,6 +324,11 @@ def _describe(out: Output, report: FitReport) -> None:
             "warning: an R² is more than 1, so the moments lack digits for so small a ridge; "
             "collect with --products float64, or give a larger --ridge"
         )
+    if made["recipe"]["assign"] == "best" and _by_ratio(made):
+        out.note(
+            "heads are paired by the ratio of their numbers: the calibration keeps moments of "
+            "matched heads, which say nothing of other pairs; collect with --heads all"
+        )
     ratio = made["rows_per_input"]
     out.note(
         f"k = {report.k}, {report.cmap.parameters} parameters "
@@ -313,3 +339,9 @@ def _describe(out: Output, report: FitReport) -> None:
             f"warning: fewer than {LOW_ROWS_PER_INPUT:.0f} rows per input; in-sample R² says "
             "nothing here: give more --sequences or a smaller -k"
         )
+
+
+def _by_ratio(made: dict[str, Any]) -> bool:
+    """Say whether matched heads could not be scored, as of a map's provenance."""
+    matched = made["recipe"]["options"]["heads"] == "matched"
+    return matched and made["collect"]["heads"] == "matched"

@@ -53,15 +53,28 @@ def text(found: dict[str, Any]) -> str:
             [_model_row(side, found[side]) for side in ("source", "target")],
         ),
         maps_text(found["maps"]),
-        collect_text(found["collect"]),
     ]
+    if "two_passes" in found:
+        parts += [found["two_passes"], collect_text(found["first_pass"])]
+    else:
+        parts.append(collect_text(found["collect"]))
     return "\n\n".join(parts)
 
 
 def maps_text(maps: list[dict[str, Any]]) -> str:
     """Lay out the size of each recipe's map."""
-    rows = [(m["recipe"], m["k"], amount(m["bytes"]), large(m["flops_per_token"])) for m in maps]
-    return table(("recipe", "k", "map", "FLOP per token"), rows)
+    rows = [
+        (
+            m["recipe"],
+            m["k"],
+            amount(m["bytes"]),
+            large(m["flops_per_token"]),
+            amount(m["fit_bytes"]),
+            amount(m["use_bytes"]),
+        )
+        for m in maps
+    ]
+    return table(("recipe", "k", "map", "FLOP per token", "memory to fit", "to map"), rows)
 
 
 def collect_text(cost: dict[str, Any]) -> str:

@@ -35,9 +35,8 @@ def run(
     if output is not None:
         refuse_overwrite(output, force)
     wanted = inputs.edited_recipe(recipe, {"k": inputs.count_or_auto("-k", k)}, {})
-    choice, path, reused = cached_layers(
-        Calibration.open(calibration), wanted, method or "top", output
-    )
+    method = inputs.one_of("--method", method, "top", "greedy") or "top"
+    choice, path, reused = cached_layers(Calibration.open(calibration), wanted, method, output)
     document = {
         "layers": str(path),
         "k": choice.k,

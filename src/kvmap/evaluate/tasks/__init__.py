@@ -6,7 +6,7 @@ lm-evaluation-harness, which `evaluate.harness` runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvmap.evaluate.items import Task
 from kvmap.evaluate.tasks.conversations import chat, coqa, demo_conversations
@@ -26,4 +26,24 @@ TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "wikitext2": wikitext2,
 }
 
-__all__ = ["TASKS", "TaskOptions"]
+CONVERSATIONS = ("chat", "coqa", "demo_conversations")
+OTHERS = "tasks of the harness"
+# What reads an option, where not all do.
+READ_BY = {
+    "lengths": ("demo", "demo_conversations", "needle", "perplexity", "text", "wikitext2"),
+    # Diagnostics read it where no task brings contexts of its own.
+    "text": ("perplexity", "text", OTHERS),
+    "data": ("chat", "coqa", "wikitext2", OTHERS),
+    "turn": CONVERSATIONS,
+    "history": CONVERSATIONS,
+    "alternate": CONVERSATIONS,
+    "few_shot": (OTHERS,),
+}
+
+
+def is_read(option: str, names: Iterable[str]) -> bool:
+    """Say whether some of these tasks reads an option."""
+    return any((name if name in TASKS else OTHERS) in READ_BY[option] for name in names)
+
+
+__all__ = ["TASKS", "TaskOptions", "is_read"]

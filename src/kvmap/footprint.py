@@ -1,0 +1,114 @@
+"""Memory that collecting, fitting and mapping take, from the shapes of two models alone.
+
+Counted is what is held at the same time where most is: models, moments, and the largest of what
+passes. Files that are read through the page cache count as held, since their pages are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvmap.chosen import chosen_groups
+from kvmap.collect import CollectOptions
+from kvmap.columns import LOOKBACK, Group, groups, head_sizes
+from kvmap.engine.workspace import EXTRA_BYTES, LEAST_TOKENS, MOST_TOKENS
+from kvmap.geometry import Geometry
+from kvmap.map_options import MapOptions, weight_shape
+from kvmap.moments import ROW_CHUNK, update_bytes
+
+
+def kept_groups(source: Geometry, target: Geometry, options: CollectOptions) -> tuple[Group, ...]:
+    """Return the groups whose moments a collection keeps."""
+    if not options.moments:
+        return ()
+    found = groups(source, target, options.heads, options.joint)
+    if options.layers is None:
+        return found
+    return chosen_groups(found, options.layers, head_sizes(source, target))
+
+
+def group_shapes(source: Geometry, target: Geometry, options: CollectOptions) -> list[tuple]:
+    """Return inputs p and outputs q of each group kept."""
+    sizes = head_sizes(source, target)
+    return [
+        tuple(sum(sizes[b.side] for b in blocks) for blocks in (group.inputs, group.outputs))
+        for group in kept_groups(source, target, options)
+    ]
+
+
+def row_bytes(source: Geometry, target: Geometry, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of one kept token's row of the source, its lookback with it, and target."""
+    back = 2 * LOOKBACK * source.width * itemsize
+    return source.kv_bytes_per_token(itemsize) + back, target.kv_bytes_per_token(itemsize)
+
+
+def collect_bytes(
+    models: tuple[tuple[Geometry, int], tuple[Geometry, int]],
+    shape: tuple[int, int],
+    options: CollectOptions,
+    itemsize: int,
+    together: bool = True,
+) -> int:
+    """Return the most that `collect` holds, models included.
+
+    Args:
+        models: Geometry and number of parameters of source and target.
+        shape: N sequences of T tokens.
+        together: Whether both models are in memory at a time.
+    """
+    shapes = (models[0][0], models[1][0])
+    sizes = [parameters * itemsize for _, parameters in models]
+    weights = sum(sizes) if together else max(sizes)
+    rows = min(shape[0], options.shard) * -(-shape[1] // options.stride)
+    each = row_bytes(*shapes, itemsize)
+    batch = min(options.batch, shape[0])
+    reading = max(
+        (rows + batch * -(-shape[1] // options.stride)) * row
+        + batch * shape[1] * (side.kv_bytes_per_token(itemsize) + passing_bytes(*model, itemsize))
+        for row, side, model in zip(each, shapes, models, strict=True)
+    )
+    held = group_shapes(*shapes, options)
+    moments = 2 * 8 * sum(p * p + p * q + p + 2 * q + 1 for p, q in held)
+    passing = update_bytes(held, rows, itemsize, getattr(torch, options.products))
+    adding = (rows + min(rows, ROW_CHUNK)) * sum(each) + passing
+    return weights + moments + max(reading, adding if held else 0)
+
+
+def passing_bytes(shape: Geometry, parameters: int, itemsize: int) -> int:
+    """Return about what one token takes on its way through one layer of a model.
+
+    Every weight of a layer is met by one number for each of the hidden size's channels, so a
+    token's activations there are the layer's weights over the hidden size.
+    """
+    hidden = shape.query_heads * shape.head_size
+    return parameters * itemsize // (shape.layers * hidden)
+
+
+def fit_bytes(options: MapOptions, k: int, source: Geometry, target: Geometry, moments: int) -> int:
+    """Return the most that a closed-form fit holds where chosen layers lie apart.
+
+    Those of one regression: its moments of both splits, the scaled system, its factor and a copy
+    that factoring makes, and the weights of the ridges compared.
+
+    Args:
+        moments: Bytes of the calibration's.
+    """
+    heads, p, q = weight_shape(options, min(k, source.layers), source, target)
+    mapped = target.layers - options.exact_layers
+    outputs = 2 * q if options.shared else q
+    return moments + 8 * (5 * p * p + 11 * p * outputs) + 4 * mapped * 2 * heads * (p + 1) * q
+
+
+def use_bytes(options: MapOptions, k: int, source: Geometry, target: Geometry) -> int:
+    """Return what mapping on a CPU holds beside both caches: weights as filed, and a workspace."""
+    heads, p, q = weight_shape(options, min(k, source.layers), source, target)
+    read = source.layers + options.lookback
+    columns = 2 * read * source.width + 2 * options.anchor * target.width
+    gathered = p if k < source.layers else 0
+    passing = 4 * 4 * max(source.width, target.width)
+    if options.heads == "matched":  # every target head has columns of its own
+        columns = columns // source.kv_heads * target.kv_heads
+    each = 4 * (columns + heads * (gathered + q)) + passing
+    chunk = max(LEAST_TOKENS, min(EXTRA_BYTES["cpu"] // each, MOST_TOKENS["cpu"]))
+    mapped = target.layers - options.exact_layers
+    return 4 * mapped * 2 * heads * (p + 1) * q + chunk * each
