@@ -49,8 +49,9 @@ def variants() -> dict[str, Recipe]:
         "kvmap - native tail": without(native_tail=1),
         "kvmap - λ held-out": replace(best, ridge=1e-2),
         "kvmap + 2 native layers": without(native_layers=2),
-        "kvmap + rank 0.02": replace(best, rank=0.02),
+        "kvmap - rank": replace(best, rank=None),
         "kvmap + rank 0.5": replace(best, rank=0.5),
+        "kvmap + a third of paper's weights": replace(best, rank=20),
         "kvmap + row weights": replace(best, weights="attention"),
         "cachebridge - row weights": weightless,
     }

@@ -126,7 +126,7 @@ IGNORED = [
     ("fit a b --assign best", "--assign pairs matched heads, and this map's read all"),
     ("fit a b --recipe paper --assign 0,1", "--assign pairs matched heads"),
     ("fit a b --width 8", "--width is of networks, and there are none"),
-    ("fit a b --method mlp --rank 8", "--rank is of linear maps, and an mlp is none"),
+    ("fit a b --method mlp --rank 8", "--rank is of linear maps, and networks keep theirs whole"),
     ("fit a b --method mlp --weights attention", "--weights is of linear maps"),
     ("fit a b --layers l -k 2", "-k chooses layers, and they are chosen already"),
     ("fit a --layers l --method greedy", "--method chooses layers, and they are chosen already"),

@@ -261,11 +261,12 @@ def fit_map(
         provenance(calibration, scores, recipe),
         accuracy.tables(scores),
     )
-    if recipe.rank:
+    linear = recipe.method == "closed-form"
+    if recipe.rank and linear:
         cmap = reduce_rank(cmap, data, recipe.rank)
     if recipe.polish:
         cmap = _polished(job, cmap)
-    if recipe.rank or recipe.polish:
+    if (recipe.rank and linear) or recipe.polish:
         cmap = accuracy.measured(job, cmap)
     return Fitted(cmap, scores, time.perf_counter() - started)
 

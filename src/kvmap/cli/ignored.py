@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 Asked = dict[str, Any]
 # What `kvmap fit --frontier` and `--budget` try out themselves.
-VARIED = ("-k", "--heads", "--assign", "--joint", "--anchor", "--lookback", "--layers")
+VARIED = ("-k", "--heads", "--assign", "--joint", "--anchor", "--lookback", "--rank", "--layers")
 # What follows the measurement of candidates, and is no part of it.
-AFTER = ("--method", "--weights", "--width", "--rank", "--polish", "--output")
+AFTER = ("--method", "--weights", "--width", "--polish", "--output")
 # What `kvmap eval --predict` reads; all else that can be asked is of tasks.
 PREDICTED = ("--length", "--text")
 # Options that some tasks read and others do not, by their names in the library.
@@ -65,9 +65,12 @@ def in_fit(asked: Asked, recipe: Recipe) -> None:
     if recipe.method == "closed-form":
         why = "is of networks, and there are none; add --method mlp or residual"
         refuse(asked, ["--width"], why)
+    else:
+        why = "is of linear maps, and networks keep theirs whole; leave it out"
+        refuse(asked, ["--rank"], why)
     if recipe.method == "mlp":
         why = "is of linear maps, and an mlp is none; take --method residual"
-        refuse(asked, ["--rank", "--weights"], why)
+        refuse(asked, ["--weights"], why)
     if asked["--layers"] is not None:
         of_chosen(asked, recipe.method != "closed-form")
     if recipe.options.native_layers and asked.get("--no-exact-first"):

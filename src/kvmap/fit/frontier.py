@@ -32,8 +32,8 @@ from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
 COUNTS = (1, 2, 4, 8)
-# Of maps of all heads: whole, and by the share of held-out error that a lower rank may add.
-RANKS = (None, 0.1, 0.5)
+# Of maps of all heads, by the share of held-out error that a lower rank may add.
+RANKS = (0.01, 0.1, 0.5)
 # By joint, anchor, lookback.
 INPUTS = ((False, False, 0), (False, False, 3), (True, False, 3), (True, True, 3))
 SEQUENCES = 8
@@ -153,7 +153,7 @@ def _candidates(job: Job) -> Iterator[Recipe]:
             reads = {"joint": joint, "anchor": anchor, "lookback": lookback}
             options = replace(job.recipe.options, heads=heads, assignment=(), **reads)
             complete = with_assignment(options, *shapes)
-            for k, rank in product(counts, RANKS if heads == "all" else RANKS[:1]):
+            for k, rank in product(counts, RANKS if heads == "all" else (None,)):
                 yield replace(job.recipe, k=k, rank=rank, options=complete)
 
 
