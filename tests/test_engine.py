@@ -250,3 +250,18 @@ def test_padding_is_not_looked_back_to():
     for layer in range(3):
         torch.testing.assert_close(padded.keys[layer][:, :, 4:], text.keys[layer])
         torch.testing.assert_close(padded.values[layer][:, :, 4:], text.values[layer])
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("heads", ["all", "matched"])
+def test_layers_that_turn_together_give_what_each_gives_alone(monkeypatch, shapes, heads):
+    options = MapOptions(heads=heads, joint=True, anchor=True, exact_first=True, lookback=2)
+    cmap, cache = made(shapes, options), drawn(shapes[0], tokens=70)
+    first = tuple(drawn(shapes[1], tokens=70, seed=2).keys[:2])
+    together = cmap.apply(cache, first)
+    monkeypatch.setitem(engine.EXTRA_BYTES, "cpu", 1)
+    alone = cmap.apply(cache, first)
+    for mine, theirs in zip(
+        (*together.keys, *together.values), (*alone.keys, *alone.values), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)

@@ -1,12 +1,16 @@
 """What makes fitting fast gives what the plain way gives."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from entries import SOURCE, TARGET, matrix, noise, related
 
 from kvmap import moments
-from kvmap.columns import groups, head_sizes
-from kvmap.fit.closed_form import RIDGE_GRID, solve_best
+from kvmap.columns import KINDS, groups, head_sizes
+from kvmap.fit import Splits, with_assignment
+from kvmap.fit.closed_form import RIDGE_GRID, fit_closed_form, solve_best
+from kvmap.map_options import MapOptions
 from kvmap.moments import Moments
 from kvmap.ridge import fitted_error, solve, squared_error
 
@@ -74,3 +78,35 @@ def test_error_on_fitted_rows_needs_no_product_with_the_gram_matrix(ridge):
     torch.testing.assert_close(
         fitted_error(made, weight, ridge), squared_error(made, weight, bias), rtol=1e-7, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("heads", ["all", "matched"])
+def test_layers_fitted_together_are_those_fitted_one_by_one(monkeypatch, heads):
+    """And progress is told once for each layer either way."""
+    options = with_assignment(MapOptions(heads=heads), SOURCE, TARGET)
+    found = groups(SOURCE, TARGET, heads, False)
+    splits = [Moments(found, SIZES) for _ in range(2)]
+    for made, seed in zip(splits, (1, 2), strict=True):
+        made.update(related(90, seed=seed))
+    fits = []
+    for bound in (1, 1 << 20):
+        monkeypatch.setattr(import_module("kvmap.fit.closed_form"), "TOGETHER_BYTES", bound)
+        told = []
+        fits.append(
+            fit_closed_form(
+                Splits(*splits, SOURCE, TARGET),
+                ((0, 1), (0, 2)),
+                options,
+                "auto",
+                lambda told=told: told.append(1),
+            )
+        )
+        assert len(told) == 2
+    for mine, theirs in zip(fits[0][0], fits[1][0], strict=True):
+        for kind in KINDS:
+            torch.testing.assert_close(mine.of(kind).weight, theirs.of(kind).weight)
+            torch.testing.assert_close(mine.of(kind).bias, theirs.of(kind).bias)
+    for name in ("train", "held_out"):
+        for kind in KINDS:
+            one, other = (getattr(scores, name)[kind] for _, scores in fits)
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

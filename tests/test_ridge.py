@@ -152,3 +152,19 @@ def test_head_without_variance_scores_zero():
 
 def test_rows_per_input():
     assert covariance(*problem(rows=400, inputs=10)).rows_per_input == 40
+
+
+def test_several_regressions_at_a_time_give_what_each_gives_alone():
+    """One of them has a null space, which is left out of it alone."""
+    problems = [problem(rows=60, inputs=6, seed=seed) for seed in range(3)]
+    x, y = problems[1]
+    problems[1] = np.concatenate((x[:, :3], x[:, :3]), axis=1), y
+    several = [covariance(*each) for each in problems]
+    stacked = Covariance.stacked(several)
+    weight, bias = solve(stacked, 0.0)
+    errors, shares = squared_error(stacked, weight, bias), r2(stacked, weight, bias, head_size=3)
+    for at, one in enumerate(several):
+        alone = solve(one, 0.0)
+        torch.testing.assert_close((weight[at], bias[at]), alone, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(errors[at], squared_error(one, *alone), rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(shares[at], r2(one, *alone, head_size=3), rtol=1e-7, atol=1e-9)
