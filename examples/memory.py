@@ -94,10 +94,11 @@ def run_stage(stage: str, folder: Path, asked: argparse.Namespace, layers: int) 
         moments = moments_bytes(*shapes, KEPT.heads, KEPT.joint)
         planned = fit_bytes(recipe.options, len(chosen[0]), *shapes, moments)
         return planned, peak(lambda: fit_map(opened, chosen, recipe, lambda *_: None))
-    cmap = random_map(tuple(m.signature for m in pair), fit.recipe("paper"), CPU, torch.float32)
+    whole = fit.recipe("paper")
+    cmap = random_map(tuple(m.signature for m in pair), whole, CPU, torch.float32)
     cmap.save(folder / "map")
     cache = prefill(pair[0], torch.randint(256, (1, 2048)))[0]
-    planned = use_bytes(cmap.options, len(cmap.layers[0].source_layers), *shapes)
+    planned = use_bytes(whole, len(cmap.layers[0].source_layers), *shapes)
     planned += cache.tokens * shapes[1].kv_bytes_per_token(4)
     del cmap
     return planned, peak(lambda: CacheMap.load(folder / "map").apply(cache))

@@ -32,6 +32,7 @@ from kvmap.cli import app
 from kvmap.cli import bench as command
 from kvmap.errors import FloorMissed, UsageError
 from kvmap.fit import Recipe, recipe
+from kvmap.footprint import map_parameters
 from kvmap.mapping import MapOptions
 
 CPU = torch.device("cpu")
@@ -98,6 +99,25 @@ def test_costs_are_those_of_the_shapes(measured):
     assert cost.flops == 2 * 10 * 2 * 2 * inputs * outputs
     caches = (len(cmap.source_layers) + 3) * 2 * 10 * 32 * 2
     assert cost.bytes == caches + 2 * 2 * inputs * outputs * 4
+
+
+def test_a_factor_that_keys_and_values_share_is_multiplied_once(pair):
+    """Ranks of random maps: half of the outputs, a quarter for a tenth, as given, or whole."""
+    signatures = tuple(model.signature for model in pair("image"))
+    _, target = (signature.geometry for signature in signatures)
+    joint = MapOptions(joint=True, anchor=True)
+    for rank, share in ((0.01, 2), (0.1, 4), (5, None), (None, 0)):
+        recipe = Recipe(3, 0.0, joint, rank=rank)
+        cmap = random_map(signatures, recipe, CPU, torch.float32)
+        layer = cmap.layers[0]
+        inputs, outputs = layer.key.weight.shape[1], 2 * target.width
+        held = inputs * outputs
+        if share != 0:
+            r = 5 if share is None else outputs // share
+            assert (layer.shared, layer.key.weight.shape[2]) == (True, r)
+            held = r * (inputs + outputs)
+        assert map_cost(cmap, 10, 4).flops == 2 * 10 * target.layers * held
+        assert cmap.parameters == map_parameters(recipe, 3, *(s.geometry for s in signatures))
 
 
 def test_memory_is_the_peak_and_not_the_sum():

@@ -12,6 +12,7 @@ from entries import geometry
 from kvmap import artifacts
 from kvmap.bench.memory import peak_bytes
 from kvmap.collect import CollectOptions
+from kvmap.fit import Recipe
 from kvmap.footprint import collect_bytes, fit_bytes, use_bytes
 from kvmap.map_options import MapOptions
 
@@ -53,7 +54,7 @@ def test_models_moments_and_rows_are_counted_once_each():
 @pytest.mark.parametrize("options", [MapOptions(), MapOptions(heads="matched", joint=True)])
 def test_more_layers_take_more_memory_until_there_are_none(options):
     fits = [fit_bytes(options, k, *SHAPES, moments=1000) for k in (1, 2, 6, 9)]
-    uses = [use_bytes(options, k, *SHAPES) for k in (1, 2, 5)]
+    uses = [use_bytes(Recipe(k, 1.0, options), k, *SHAPES) for k in (1, 2, 5)]
     assert fits == sorted(fits)
     assert uses == sorted(uses)
     assert fits[2] == fits[3]

@@ -10,8 +10,9 @@ import torch
 
 from kvmap.chosen import chosen_groups
 from kvmap.collect import CollectOptions
-from kvmap.columns import LOOKBACK, Group, groups, head_sizes
+from kvmap.columns import KINDS, LOOKBACK, Group, groups, head_sizes
 from kvmap.engine.workspace import EXTRA_BYTES, LEAST_TOKENS, MOST_TOKENS
+from kvmap.fit.recipes import Recipe
 from kvmap.geometry import Geometry
 from kvmap.map_options import MapOptions, weight_shape
 from kvmap.moments import ROW_CHUNK, update_bytes
@@ -84,6 +85,31 @@ def passing_bytes(shape: Geometry, parameters: int, itemsize: int) -> int:
     return parameters * itemsize // (shape.layers * hidden)
 
 
+def usual_rank(recipe: Recipe, inputs: int, outputs: int) -> int | None:
+    """Return about what rank a recipe's maps have; None for whole weights.
+
+    One taken from held-out error is what it came to between embedded models: half the outputs,
+    a quarter where a tenth may be added to the error.
+
+    Args:
+        outputs: Of keys and values together.
+    """
+    if not recipe.rank or not recipe.options.shared:
+        return None
+    rank = int(recipe.rank) or outputs // (4 if recipe.rank >= 0.1 else 2)
+    return rank if rank * (inputs + outputs) < inputs * outputs else None
+
+
+def map_parameters(recipe: Recipe, k: int, source: Geometry, target: Geometry) -> int:
+    """Return about how many weights and biases a map with k source layers per target layer has."""
+    options = recipe.options
+    heads, p, q = weight_shape(options, min(k, source.layers), source, target)
+    mapped, outputs = target.layers - options.exact_layers, len(KINDS) * q
+    rank = usual_rank(recipe, p, outputs)
+    weights = p * outputs if rank is None else rank * (p + outputs)
+    return mapped * heads * (weights + outputs)
+
+
 def fit_bytes(options: MapOptions, k: int, source: Geometry, target: Geometry, moments: int) -> int:
     """Return the most that a closed-form fit holds where chosen layers lie apart.
 
@@ -99,8 +125,9 @@ def fit_bytes(options: MapOptions, k: int, source: Geometry, target: Geometry, m
     return moments + 8 * (5 * p * p + 11 * p * outputs) + 4 * mapped * 2 * heads * (p + 1) * q
 
 
-def use_bytes(options: MapOptions, k: int, source: Geometry, target: Geometry) -> int:
+def use_bytes(recipe: Recipe, k: int, source: Geometry, target: Geometry) -> int:
     """Return what mapping on a CPU holds beside both caches: weights as filed, and a workspace."""
+    options = recipe.options
     heads, p, q = weight_shape(options, min(k, source.layers), source, target)
     read = source.layers + options.lookback
     columns = 2 * read * source.width + 2 * options.anchor * target.width
@@ -108,7 +135,7 @@ def use_bytes(options: MapOptions, k: int, source: Geometry, target: Geometry) -
     passing = 4 * 4 * max(source.width, target.width)
     if options.heads == "matched":  # every target head has columns of its own
         columns = columns // source.kv_heads * target.kv_heads
-    each = 4 * (columns + heads * (gathered + q)) + passing
+    rank = usual_rank(recipe, p, len(KINDS) * q) or 0
+    each = 4 * (columns + heads * (gathered + q + rank)) + passing
     chunk = max(LEAST_TOKENS, min(EXTRA_BYTES["cpu"] // each, MOST_TOKENS["cpu"]))
-    mapped = target.layers - options.exact_layers
-    return 4 * mapped * 2 * heads * (p + 1) * q + chunk * each
+    return 4 * map_parameters(recipe, k, source, target) + chunk * each

@@ -15,9 +15,15 @@ import torch
 from kvmap.chosen import Layers
 from kvmap.collect import CollectOptions
 from kvmap.fit.recipes import RECIPES
-from kvmap.footprint import collect_bytes, fit_bytes, group_shapes, row_bytes, use_bytes
+from kvmap.footprint import (
+    collect_bytes,
+    fit_bytes,
+    group_shapes,
+    map_parameters,
+    row_bytes,
+    use_bytes,
+)
 from kvmap.geometry import Geometry
-from kvmap.map_options import MapOptions, weight_shape
 
 # Above these bytes of accumulators, moments of all heads, then joint ones, are not the default.
 ALL_HEADS_BYTES = 4 << 30
@@ -42,18 +48,6 @@ class Cost:
     memory_bytes: int | None
     flops: float | None
     seconds: float | None
-
-
-def map_parameters(options: MapOptions, k: int, source: Geometry, target: Geometry) -> int:
-    """Return the number of weights and biases of a map with k source layers per target layer."""
-    mapped = target.layers - options.exact_layers
-    heads, inputs, outputs = weight_shape(options, min(k, source.layers), source, target)
-    return mapped * 2 * heads * (inputs + 1) * outputs
-
-
-def map_flops_per_token(options: MapOptions, k: int, source: Geometry, target: Geometry) -> int:
-    """Return the multiply-adds, counted twice, of mapping one token."""
-    return 2 * map_parameters(options, k, source, target)
 
 
 def moments_bytes(
@@ -177,16 +171,15 @@ def map_table(
         scope = (wide, joint or recipe.options.mixed)
         kept = moments_bytes(source, target, *scope) if moments is None else moments
         for k in (1, 4, 8) if recipe.k == "auto" else (int(recipe.k),):
-            parameters = map_parameters(recipe.options, k, source, target)
-            flops = map_flops_per_token(recipe.options, k, source, target)
+            parameters = map_parameters(recipe, k, source, target)
             rows.append(
                 {
                     "recipe": name,
                     "k": min(k, source.layers),
                     "bytes": parameters * itemsize,
-                    "flops_per_token": flops,
+                    "flops_per_token": 2 * parameters,
                     "fit_bytes": fit_bytes(recipe.options, k, source, target, kept),
-                    "use_bytes": use_bytes(recipe.options, k, source, target),
+                    "use_bytes": use_bytes(recipe, k, source, target),
                 }
             )
     return rows

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmap.bench.machine import Machine
+from kvmap.columns import KINDS
 from kvmap.geometry import Geometry
 from kvmap.mapping import CacheMap
 
@@ -36,9 +37,15 @@ def map_cost(cmap: CacheMap, tokens: int, itemsize: int) -> MapCost:
     entry = 2 * tokens * itemsize
     read = len(cmap.source_layers) * cmap.source.geometry.width * entry
     written = len(cmap.layers) * cmap.target.geometry.width * entry
-    weights = [part.weight for layer in cmap.layers if layer for part in (layer.key, layer.value)]
-    held = sum(weight.numel() * weight.element_size() for weight in weights)
-    products = sum(2 * weight.numel() for weight in weights)
+    factors = {
+        id(tensor): tensor  # one that keys and values share is multiplied once
+        for layer in cmap.layers
+        for kind in (KINDS if layer else ())
+        for name, tensor in layer.of(kind).tensors().items()
+        if not name.endswith("bias")
+    }
+    held = sum(factor.numel() * factor.element_size() for factor in factors.values())
+    products = sum(2 * factor.numel() for factor in factors.values())
     return MapCost(float(products) * tokens, float(read + written + held))
 
 

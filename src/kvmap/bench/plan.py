@@ -8,10 +8,10 @@ from kvmap.bench.costs import attention_flops
 from kvmap.bench.pair import BenchOptions
 from kvmap.bench.run import Job, machine_of
 from kvmap.bench.shapes import config_of
-from kvmap.fit import DEFAULT_RECIPE, recipe, with_assignment
+from kvmap.fit import DEFAULT_RECIPE, recipe
+from kvmap.footprint import map_parameters
 from kvmap.models.load import parameter_count, pick_device, pick_dtype, shape_of
 from kvmap.pair import Loading
-from kvmap.plan import map_flops_per_token
 
 # A round prefills once on either side, and the bench runs at least about this many rounds.
 ROUNDS = 3
@@ -30,7 +30,7 @@ def plan(jobs: list[Job], contexts: list[int], loading: Loading) -> list[dict[st
         shapes = [shape_of(config) for config in configs]
         chosen = recipe(name or DEFAULT_RECIPE)
         k = AUTO_K if chosen.k == "auto" else int(chosen.k)
-        per_token = map_flops_per_token(with_assignment(chosen.options, *shapes), k, *shapes)
+        per_token = 2 * map_parameters(chosen, k, *shapes)
         for tokens in contexts:
             prefill = sum(
                 2.0 * parameter_count(config) * tokens + attention_flops(shape, tokens)

@@ -16,6 +16,7 @@ from kvmap import models
 from kvmap.columns import KINDS
 from kvmap.engine import compute_dtype
 from kvmap.fit import Recipe, with_assignment
+from kvmap.footprint import usual_rank
 from kvmap.geometry import Geometry, Signature
 from kvmap.map_options import MapOptions, weight_shape
 from kvmap.mapping import Affine, CacheMap, LayerMap
@@ -96,12 +97,12 @@ def random_map(
     options = with_assignment(recipe.options, source, target)
     k = min(source.layers, USUAL_K if recipe.k == "auto" else int(recipe.k))
     shape = weight_shape(options, k, source, target)
+    rank = usual_rank(recipe, shape[1], len(KINDS) * shape[2])
     layers = tuple(
         None
         if index < options.exact_layers
-        else LayerMap(
-            near_layers(index, target.layers, source.layers, k),
-            *(_random_affine(shape, device, dtype) for _ in KINDS),
+        else _random_layer(
+            near_layers(index, target.layers, source.layers, k), shape, rank, device, dtype
         )
         for index in range(target.layers)
     )
@@ -115,10 +116,21 @@ def near_layers(index: int, target_layers: int, source_layers: int, k: int) -> t
     return tuple(range(start, start + k))
 
 
-def _random_affine(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> Affine:
+def _random_layer(
+    chosen: tuple[int, ...],
+    shape: tuple[int, int, int],
+    rank: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LayerMap:
+    """Return keys and values of weights [G, p, q]; of a rank, they share their first factor."""
     groups, p, q = shape
-    weight = torch.randn(groups, p, q, device=device).mul_(p**-0.5).to(dtype)
-    return Affine(weight, torch.zeros(groups, q, device=device, dtype=dtype))
+    draw = lambda p, q: torch.randn(groups, p, q, device=device).mul_(p**-0.5).to(dtype)  # noqa: E731
+    bias = torch.zeros(groups, q, device=device, dtype=dtype)
+    if rank is None:
+        return LayerMap(chosen, Affine(draw(p, q), bias), Affine(draw(p, q), bias))
+    first = draw(p, rank)
+    return LayerMap(chosen, *(Affine(first, bias, draw(rank, q)) for _ in KINDS))
 
 
 @dataclass(frozen=True)
