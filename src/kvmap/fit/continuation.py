@@ -148,9 +148,12 @@ def map_with_gradient(
     if cmap.options.anchor:
         anchors = [strip(own.keys[0], own.positions, tables[0]), own.values[0].float()]
     trail = Trail.of(source, 0, source.tokens, cmap.options.lookback, before)
-    content, back = strip(trail.keys, trail.positions, cmap.source.geometry.rope[0]), []
-    for tokens in range(1, cmap.options.lookback + 1):
-        back += [trail.late(content, tokens), trail.late(trail.values, tokens).float()]
+    content = strip(trail.keys, trail.positions, cmap.source.geometry.rope[0])
+    back = [
+        trail.late(tensor, tokens)
+        for tokens in range(1, cmap.options.lookback + 1)
+        for tensor in (content, trail.values.float())
+    ]
     keys, values = list(own.keys), list(own.values)
     for at, layer in enumerate(cmap.layers):
         if layer is not None:
