@@ -132,7 +132,7 @@ IGNORED = [
     ("fit a --layers l --method greedy", "--method chooses layers, and they are chosen already"),
     ("fit a b --recipe kvmap-native --no-exact-first", "--no-exact-first would map layer 0"),
     ("fit a --frontier --budget 0.1", "--budget fits the best map and --frontier fits none"),
-    ("fit a --frontier --rank 8", "--rank is of a map, and --frontier fits none"),
+    ("fit a --frontier --rank 8", "--rank is what --frontier and --budget vary; leave it out"),
     ("fit a --frontier -o m", "--output is of a map, and --frontier fits none"),
     ("fit a --frontier -k 2", "-k is what --frontier and --budget vary"),
     ("fit a --budget 0.1 --no-joint", "--no-joint is what --frontier and --budget vary"),
