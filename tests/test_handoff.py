@@ -53,7 +53,8 @@ def perturbed(cmap: CacheMap, size: float = 0.05) -> CacheMap:
 
     def shake(affine):
         noise = torch.randn(affine.weight.shape, generator=generator)
-        return Affine(affine.weight + size * affine.weight.abs().max() * noise, affine.bias)
+        weight = affine.weight + size * affine.weight.abs().max() * noise
+        return dataclasses.replace(affine, weight=weight)
 
     layers = tuple(
         layer and LayerMap(layer.source_layers, shake(layer.key), shake(layer.value))

@@ -105,7 +105,8 @@ class Basis:
             count * apart[:, 0].square()
         ).sum()
         error = none + kept.sum(0).flip(0).cumsum(0)  # of r = 1 to Q
-        return int((error <= (1 + share) * error[-1]).nonzero()[0]) + 1
+        # Where nothing is left unexplained, rounding may leave less than nothing.
+        return int((error <= error[-1] + share * error[-1].abs()).nonzero()[0]) + 1
 
     def factored(self, parts: list[Affine], rank: int) -> list[Affine]:
         """Return the parts, whose weights side by side are W, in factors if these are smaller.
