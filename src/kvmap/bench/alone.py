@@ -48,7 +48,7 @@ def bench_map(
     first = tuple(t for pair in zip(own.keys, own.values, strict=True) for t in pair)
     first = first[: 2 * cmap.options.read_layers]
     out = allocate(cmap.target.geometry, cache)
-    plain = all(layer.of(kind).plain for layer in cmap.layers if layer for kind in KINDS)
+    linear = not any(layer.of(kind).network for layer in cmap.layers if layer for kind in KINDS)
 
     def run(count: int) -> None:
         part = tuple(tensor[:, :, :count] for tensor in first) or None
@@ -59,7 +59,7 @@ def bench_map(
         for count in contexts:
             times = max(1, min(tokens, ROUND_TOKENS) // count)
             seconds[f"map {count}"] = _seconds(run, count, times, clock)
-            if plain:
+            if linear:
                 seconds[f"products {count}"] = products_alone(cmap, count, clock)
         return seconds
 
@@ -67,7 +67,7 @@ def bench_map(
     rows = []
     for count in contexts:
         timing = times[f"map {count}"]
-        alone = times[f"products {count}"].median if plain else None
+        alone = times[f"products {count}"].median if linear else None
         rows.append(
             {
                 "source": cmap.source.name,

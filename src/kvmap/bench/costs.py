@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from kvmap.bench.machine import Machine
 from kvmap.columns import KINDS
 from kvmap.geometry import Geometry
@@ -37,16 +39,21 @@ def map_cost(cmap: CacheMap, tokens: int, itemsize: int) -> MapCost:
     entry = 2 * tokens * itemsize
     read = len(cmap.source_layers) * cmap.source.geometry.width * entry
     written = len(cmap.layers) * cmap.target.geometry.width * entry
-    factors = {
-        id(tensor): tensor  # one that keys and values share is multiplied once
+    held = sum(factor.numel() * factor.element_size() for factor in factors(cmap))
+    products = sum(2 * factor.numel() for factor in factors(cmap))
+    return MapCost(float(products) * tokens, float(read + written + held))
+
+
+def factors(cmap: CacheMap) -> list[Tensor]:
+    """Return what a map multiplies by, [G, p, q] each; once what keys and values share."""
+    found = {
+        id(tensor): tensor
         for layer in cmap.layers
         for kind in (KINDS if layer else ())
         for name, tensor in layer.of(kind).tensors().items()
         if not name.endswith("bias")
     }
-    held = sum(factor.numel() * factor.element_size() for factor in factors.values())
-    products = sum(2 * factor.numel() for factor in factors.values())
-    return MapCost(float(products) * tokens, float(read + written + held))
+    return list(found.values())
 
 
 def attention_flops(geometry: Geometry, tokens: int) -> float:

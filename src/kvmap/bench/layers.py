@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvmap.bench.clock import Clock
+from kvmap.bench.costs import factors
 from kvmap.bench.shapes import Share, config_of, deepened, fast_dtype, random_model, share_map
 from kvmap.cache import KVCache
 from kvmap.engine import prepare
@@ -73,16 +74,17 @@ def _outside(loaded: LoadedModel, token_ids: torch.Tensor) -> Any:
 
 def products_alone(cmap: CacheMap, tokens: int, clock: Clock) -> float:
     """Return the seconds of the map's batched products alone: operands ready, same chunks."""
-    weights = [part.weight for layer in cmap.layers if layer for part in (layer.key, layer.value)]
-    groups, _, q = weights[0].shape
+    weights = factors(cmap)
+    groups = len(weights[0])
     chunk = min(tokens, PRODUCT_TOKENS)
     x = weights[0].new_ones(groups, chunk, max(weight.shape[1] for weight in weights))
-    y = weights[0].new_ones(groups, chunk, q)
+    made = {q: x.new_ones(groups, chunk, q) for q in {weight.shape[2] for weight in weights}}
 
     def run() -> None:
         for start in range(0, tokens, chunk):
             rows = min(chunk, tokens - start)
             for weight in weights:
-                torch.bmm(x[:, :rows, : weight.shape[1]], weight, out=y[:, :rows])
+                out = made[weight.shape[2]][:, :rows]
+                torch.bmm(x[:, :rows, : weight.shape[1]], weight, out=out)
 
     return clock.timed(run)[1]
