@@ -25,19 +25,18 @@ from kvmap.evaluate.evaluation import EvaluateOptions, evaluate
 from kvmap.models import LoadedModel
 from kvmap.pair import Loading, TextOptions, read_text
 
+# Of a plane that is turned `turns` times; a constant, so that the twist can be undone. Entries of
+# tiny-l are about as long.
+LENGTH = 2.0
+
 
 def twist(entries: Tensor, turns: float) -> Tensor:
-    """Turn each plane of [..., D] by `turns` times its length over the root mean square."""
+    """Turn each plane of [..., D] by `turns` full turns times its length over LENGTH."""
     x, y = entries.float().chunk(2, dim=-1)
     length = (x.square() + y.square()).sqrt()
-    # A key norm or a value's own scale: a constant, so that the twist can be undone.
     angle = 2 * torch.pi * turns * length / LENGTH
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1).to(entries.dtype)
-
-
-# Of a plane with an angle of `turns`; entries of tiny-l are about as long.
-LENGTH = 2.0
 
 
 class Twisted(nn.Module):

@@ -51,7 +51,6 @@ def variants() -> dict[str, Recipe]:
         "kvmap + 2 native layers": without(native_layers=2),
         "kvmap - rank": replace(best, rank=None),
         "kvmap + rank 0.5": replace(best, rank=0.5),
-        "kvmap + a third of paper's weights": replace(best, rank=20),
         "kvmap + row weights": replace(best, weights="attention"),
         "cachebridge - row weights": weightless,
     }

@@ -102,6 +102,14 @@ class LayerMap:
             self, key=key, value=replace(value, weight=key.weight) if self.shared else value
         )
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by the names they have in a file, a shared one as the keys'."""
+        found = {f"key.{name}": tensor for name, tensor in self.key.tensors().items()}
+        found |= {f"value.{name}": tensor for name, tensor in self.value.tensors().items()}
+        if self.shared:
+            del found["value.weight"]
+        return found
+
     def of(self, kind: str) -> Affine:
         """Return the part that makes "key" or "value"."""
         return self.key if kind == "key" else self.value

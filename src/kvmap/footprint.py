@@ -37,6 +37,11 @@ def group_shapes(source: Geometry, target: Geometry, options: CollectOptions) ->
     ]
 
 
+def accumulator_bytes(shapes: list[tuple]) -> int:
+    """Return the bytes of train and held-out moments of groups of these shapes."""
+    return 2 * 8 * sum(p * p + p * q + p + 2 * q + 1 for p, q in shapes)
+
+
 def row_bytes(source: Geometry, target: Geometry, itemsize: int) -> tuple[int, int]:
     """Return the bytes of one kept token's row of the source, its lookback with it, and target."""
     back = 2 * LOOKBACK * source.width * itemsize
@@ -69,7 +74,7 @@ def collect_bytes(
         for row, side, model in zip(each, shapes, models, strict=True)
     )
     held = group_shapes(*shapes, options)
-    moments = 2 * 8 * sum(p * p + p * q + p + 2 * q + 1 for p, q in held)
+    moments = accumulator_bytes(held)
     passing = update_bytes(held, rows, itemsize, getattr(torch, options.products))
     adding = (rows + min(rows, ROW_CHUNK)) * sum(each) + passing
     return weights + moments + max(reading, adding if held else 0)

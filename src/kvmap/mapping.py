@@ -65,13 +65,8 @@ class CacheMap:
     @property
     def parameters(self) -> int:
         """Number of weights and biases."""
-        return sum(
-            tensor.numel()
-            for layer in self.layers
-            for kind in (KINDS if layer else ())
-            for name, tensor in layer.of(kind).tensors().items()
-            if not (layer.shared and (kind, name) == ("value", "weight"))
-        )
+        mapped = [layer for layer in self.layers if layer]
+        return sum(tensor.numel() for layer in mapped for tensor in layer.tensors().values())
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> CacheMap:
         """Return the map with its weights on a device, in a dtype."""
@@ -157,10 +152,8 @@ class CacheMap:
         """Write the map as an artifact of kind "map"."""
         tensors = {f"r2.{name}": table for name, table in self.r2.items()}
         for index, layer in enumerate(self.layers):
-            for kind in KINDS if layer else ():
-                for name, tensor in layer.of(kind).tensors().items():
-                    if not (layer.shared and (kind, name) == ("value", "weight")):
-                        tensors[f"layers.{index}.{kind}.{name}"] = tensor
+            for name, tensor in layer.tensors().items() if layer else ():
+                tensors[f"layers.{index}.{name}"] = tensor
         metadata = {
             "source": self.source.to_json(),
             "target": self.target.to_json(),

@@ -16,6 +16,7 @@ from kvmap.chosen import Layers
 from kvmap.collect import CollectOptions
 from kvmap.fit.recipes import RECIPES
 from kvmap.footprint import (
+    accumulator_bytes,
     collect_bytes,
     fit_bytes,
     group_shapes,
@@ -55,8 +56,7 @@ def moments_bytes(
 ) -> int:
     """Return the bytes of train and held-out moments, of all layers or of a choice."""
     options = CollectOptions(heads=heads, joint=joint, layers=layers)
-    sizes = group_shapes(source, target, options)
-    return 2 * 8 * sum(p * p + p * q + p + 2 * q + 1 for p, q in sizes)
+    return accumulator_bytes(group_shapes(source, target, options))
 
 
 def moments_scope(

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from kvmap.bench.machine import Machine
-from kvmap.columns import KINDS
 from kvmap.geometry import Geometry
 from kvmap.mapping import CacheMap
 
@@ -46,14 +45,8 @@ def map_cost(cmap: CacheMap, tokens: int, itemsize: int) -> MapCost:
 
 def factors(cmap: CacheMap) -> list[Tensor]:
     """Return what a map multiplies by, [G, p, q] each; once what keys and values share."""
-    found = {
-        id(tensor): tensor
-        for layer in cmap.layers
-        for kind in (KINDS if layer else ())
-        for name, tensor in layer.of(kind).tensors().items()
-        if not name.endswith("bias")
-    }
-    return list(found.values())
+    mapped = [layer.tensors() for layer in cmap.layers if layer]
+    return [t for layer in mapped for name, t in layer.items() if not name.endswith("bias")]
 
 
 def attention_flops(geometry: Geometry, tokens: int) -> float:

@@ -15,7 +15,7 @@ import torch
 from kvmap.bench.clock import Clock, timings
 from kvmap.bench.layers import prefill_seconds
 from kvmap.bench.pair import BenchOptions, random_tokens
-from kvmap.bench.shapes import USUAL_K, config_of, deepened, fast_dtype, near_layers, random_model
+from kvmap.bench.shapes import config_of, deepened, fast_dtype, near_layers, random_model
 from kvmap.calibration_files import empty_moments
 from kvmap.collect import CollectOptions
 from kvmap.columns import KINDS, entry_sides
@@ -24,7 +24,7 @@ from kvmap.fit import Recipe, Splits, with_assignment
 from kvmap.fit.closed_form import RIDGE_GRID, layer_score
 from kvmap.geometry import Geometry
 from kvmap.moments import Moments, Rows
-from kvmap.plan import free_memory, moments_bytes
+from kvmap.plan import USUAL_K, free_memory, moments_bytes
 
 HEADS = 2
 ROWS = 512

@@ -12,10 +12,10 @@ from kvmap.fit import DEFAULT_RECIPE, recipe
 from kvmap.footprint import map_parameters
 from kvmap.models.load import parameter_count, pick_device, pick_dtype, shape_of
 from kvmap.pair import Loading
+from kvmap.plan import USUAL_K
 
 # A round prefills once on either side, and the bench runs at least about this many rounds.
 ROUNDS = 3
-AUTO_K = 8
 
 
 def plan(jobs: list[Job], contexts: list[int], loading: Loading) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def plan(jobs: list[Job], contexts: list[int], loading: Loading) -> list[dict[st
         configs = [config_of(side) for side in names]
         shapes = [shape_of(config) for config in configs]
         chosen = recipe(name or DEFAULT_RECIPE)
-        k = AUTO_K if chosen.k == "auto" else int(chosen.k)
+        k = USUAL_K if chosen.k == "auto" else int(chosen.k)
         per_token = 2 * map_parameters(chosen, k, *shapes)
         for tokens in contexts:
             prefill = sum(

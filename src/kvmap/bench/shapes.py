@@ -23,11 +23,10 @@ from kvmap.mapping import Affine, CacheMap, LayerMap
 from kvmap.models import LoadedModel
 from kvmap.models.load import load_config, parameter_count, published_config, shape_of
 from kvmap.models.probe import probe_rope
-from kvmap.plan import free_memory
+from kvmap.plan import USUAL_K, free_memory
 
 # Whole models are built where they take no more than this share of the free memory.
 WHOLE_SHARE = {"cpu": 0.05, "cuda": 0.8}
-USUAL_K = 8
 FILL_ROWS = 64
 
 

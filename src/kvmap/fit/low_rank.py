@@ -37,7 +37,7 @@ def reduce_rank(cmap: CacheMap, splits: Splits, rank: float) -> CacheMap:
 
 def _reduced(layer: LayerMap, index: int, cmap: CacheMap, splits: Splits, rank: float) -> LayerMap:
     """Return a layer whose keys and values have factors, one of them shared if inputs are."""
-    found = regressions(replace(splits, weighted=False), index, layer.source_layers, cmap.options)
+    found = regressions(splits, index, layer.source_layers, cmap.options)
     parts = {}
     for kinds in [KINDS] if cmap.options.shared else [(kind,) for kind in KINDS]:
         own = [layer.of(kind) for kind in kinds]
