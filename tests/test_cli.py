@@ -3,12 +3,14 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer
+from transformers import dynamic_module_utils
 
 import kvmap
 from kvmap.cli import app as command
@@ -249,6 +251,13 @@ def test_the_heat_table_marks_what_is_chosen():
     assert "\x1b[48;5;" in output.heat([[0.5, -0.1]], [[0]], colour=True)
 
 
+def test_whole_weights_are_recorded_as_no_rank():
+    """0, as it was recorded, would be a rank of nothing."""
+    assert inputs.edited_recipe(None, {"rank": inputs.rank_or_share("full")}, {}).rank is None
+    assert inputs.edited_recipe(None, {"rank": None}, {}).rank == 0.01
+    assert inputs.edited_recipe(None, {"rank": inputs.rank_or_share("8")}, {}).rank == 8
+
+
 def test_only_what_was_asked_for_changes_a_recipe():
     made = inputs.edited_recipe("paper", {"k": 3, "ridge": None}, {"anchor": False, "heads": None})
     assert made.k == 3
@@ -362,3 +371,39 @@ def test_a_pair_that_cannot_be_is_refused_after_saying_why(kvmap_run, checkpoint
     assert code == 2
     assert "cannot be paired" in text_
     assert "the tokenizers differ" in error
+
+
+CODE = """from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class OursConfig(Qwen3Config):
+    model_type = "ours"
+
+
+class OursForCausalLM(Qwen3ForCausalLM):
+    config_class = OursConfig
+"""
+
+
+def test_code_that_a_checkpoint_brings_runs_only_if_asked(
+    kvmap_run, checkpoint, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(checkpoint("qwen3_small"), tmp_path / "ours")
+    (folder / "ours.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "ours", "architectures": ["OursForCausalLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "ours.OursConfig",
+        "AutoModelForCausalLM": "ours.OursForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    code, text_, error = kvmap_run("plan", folder, folder)
+    assert (code, text_) == (2, "")
+    assert "brings code of its own; read it, and pass --trust-remote-code to run it" in error
+    assert not (tmp_path / "modules").exists()
+    code, text_, error = kvmap_run("plan", folder, folder, "--trust-remote-code")
+    assert (code, error) == (0, "")
+    assert "can be paired" in text_
+    trusted = Loading(device="cpu", trust_remote_code=True).open(str(folder))
+    assert type(trusted.model).__name__ == "OursForCausalLM"

@@ -193,7 +193,8 @@ def _check_memory(shapes: tuple[Geometry, Geometry], options: CollectOptions) ->
 def _weight_bytes(names: tuple[str, str], loading: Loading) -> tuple[int, int]:
     itemsize = pick_dtype(loading.dtype, pick_device(loading.device)).itemsize
     configs = [load_config(models.resolve(name), loading.trust_remote_code) for name in names]
-    return tuple(parameter_count(config) * itemsize for config in configs)
+    counts = (parameter_count(config, loading.trust_remote_code) for config in configs)
+    return tuple(count * itemsize for count in counts)
 
 
 def _cached_path(

@@ -44,7 +44,7 @@ def survey(
     """
     configs = [load_config(models.resolve(name), loading.trust_remote_code) for name in names]
     shapes = tuple(map(shape_of, configs))
-    sizes = tuple(map(parameter_count, configs))
+    sizes = tuple(parameter_count(config, loading.trust_remote_code) for config in configs)
     itemsize = pick_dtype(loading.dtype, pick_device(loading.device)).itemsize
     problems = [
         found for config, name in zip(configs, names, strict=True) if (found := _kind(config, name))

@@ -12,7 +12,7 @@ from kvmap.bench.clock import Clock
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 31}
-TRIES = 3
+TRIES = 8
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ def run(
     seed: options.Seed = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -78,7 +79,7 @@ def run(
     typed |= {"--products": products, "--no-dump": not dump, "--no-moments": not moments}
     typed |= {"--device": device, "--dtype": dtype, "--dry-run": dry_run}
     ignored.in_collect(typed | ignored.flag(joint, "joint"), merge, moments)
-    loading = inputs.given(Loading, device=device, dtype=dtype)
+    loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     asked = inputs.given(
         CollectOptions,
         stride=stride,

@@ -116,6 +116,7 @@ def run(
     seed: options.Seed = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -129,6 +130,7 @@ def run(
     from kvmap.evaluate.evaluation import EvaluateOptions
     from kvmap.evaluate.gates import Gates, enforce
     from kvmap.evaluate.report import report_files
+    from kvmap.pair import Loading
 
     out = Output(as_json, quiet)
     for path in (*(report_files(output) if output else ()), *filter(None, (html,))):
@@ -157,7 +159,8 @@ def run(
     typed |= {"--min-margin": min_margin, "--min-cosine": min_cosine}
     ignored.in_eval(typed, asked.tasks, predict)
     gates = Gates(min_retention, min_gap_recovered, min_margin, min_cosine, max_kl)
-    places = (source_model, target_model, device, dtype)
+    loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    places = (source_model, target_model, loading)
     if predict:
         guess = _predict(cmap, asked, places)
         out.document({"map": str(cmap), **guess}, lambda: layout.prediction(guess))
@@ -202,11 +205,9 @@ def _limited(asked: Any, limit: int | None) -> Any:
 def _open(path: Path, places: tuple) -> tuple[Any, Any, Any]:
     """Return a map and its two models."""
     from kvmap.mapping import CacheMap
-    from kvmap.pair import Loading
 
-    source, target, device, dtype = places
+    source, target, loading = places
     cmap = CacheMap.load(path)
-    loading = inputs.given(Loading, device=device, dtype=dtype)
     names = (source or cmap.source.name, target or cmap.target.name)
     return cmap, *(loading.open(name) for name in names)
 

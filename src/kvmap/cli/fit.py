@@ -135,6 +135,7 @@ def run(
     seed: options.Seed = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -193,7 +194,7 @@ def run(
     ignored.in_fit(typed, request.recipe)
     text = {"dataset": dataset, "sequences": sequences, "length": length, "seed": seed}
     kept = {"stride": stride, "held_out": held_out}
-    loading = inputs.given(Loading, device=device, dtype=dtype)
+    loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     if target is not None and (frontier or budget is not None):
         raise UsageError(
             "--frontier and --budget are for a calibration, found two models; "

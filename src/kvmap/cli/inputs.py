@@ -29,7 +29,8 @@ def edited_recipe(name: str | None, changes: dict[str, Any], options: dict[str, 
 
     preset = recipe(name or DEFAULT_RECIPE)
     asked = replace(preset.options, **_asked(options))
-    return replace(preset, options=asked, **_asked(changes))
+    made = replace(preset, options=asked, **_asked(changes))
+    return replace(made, rank=made.rank or None)
 
 
 def count_or_auto(name: str, text: str | None) -> int | str | None:

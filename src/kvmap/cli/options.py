@@ -37,6 +37,9 @@ Dtype = Annotated[
         "--dtype", metavar="DTYPE", help="float32, bfloat16, float16, or auto. [default: auto]"
     ),
 ]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code that a checkpoint brings along.")
+]
 Seed = Annotated[
     int | None,
     typer.Option(

@@ -20,6 +20,7 @@ def run(
     stride: options.Stride = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
     """Say whether two models can be paired, and what it costs."""
@@ -31,7 +32,7 @@ def run(
         (source, target),
         inputs.given(TextOptions, sequences=sequences, length=length),
         inputs.given(CollectOptions, stride=stride),
-        inputs.given(Loading, device=device, dtype=dtype),
+        inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
     )
     Output(as_json).document(found, lambda: text(found))
     if found["pairable"] is False:

@@ -57,6 +57,7 @@ def run(
     target_model: options.TargetModel = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -76,7 +77,7 @@ def run(
         prompt = _stdin() if str(prompt_file) == "-" else read_text(prompt_file)
     loaded = CacheMap.load(cmap)
     _check_evidence(out, cmap, require_evidence)
-    loading = inputs.given(Loading, device=device, dtype=dtype)
+    loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     source = None
     if cache is None or compare:
         source = loading.open(source_model or loaded.source.name)

@@ -24,7 +24,7 @@ class Recipe:
         method: A name in `kvmap.fit.METHODS`.
         weights: "none", or "attention" to count rows by how much later queries read them.
         rank: Of every weight, kept as two factors, from 1; below 1 the share by which the error
-            on held-out rows may grow for it; None or 0 keeps weights whole.
+            on held-out rows may grow for it; None keeps weights whole.
         width: Of the networks of a method that has some; None for the method's own.
         polish: Steps of gradient descent on the target's own predictions afterwards.
     """

@@ -163,7 +163,7 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def parameter_count(config: Any) -> int:
+def parameter_count(config: Any, trust_remote_code: bool = False) -> int:
     """Return the number of parameters of a config's model; nothing is allocated.
 
     Raises:
@@ -172,7 +172,7 @@ def parameter_count(config: Any) -> int:
     from transformers import AutoModelForCausalLM
 
     with _told(config.name_or_path or config.model_type), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -338,6 +338,11 @@ def _told(name: str, what: str = "model") -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UsageError(
+                f"cannot load the {what} {name!r}: it brings code of its own; read it, and pass "
+                "--trust-remote-code to run it"
+            ) from error
         reason = " ".join(str(error).split("\n")[0].split())[:200].rstrip(":")
         raise UsageError(
             f"cannot load the {what} {name!r}: {reason or type(error).__name__}; "
