@@ -276,6 +276,17 @@ def test_a_reader_that_leaves_is_no_error():
     assert ended.stderr == ""
 
 
+def test_a_reader_that_never_came_is_no_error():
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvmap.__file__).parents[1])}
+    read, write = os.pipe()
+    os.close(read)
+    for name in ("--help", "models"):
+        line = [sys.executable, "-m", "kvmap", name]
+        ended = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, env=environment)
+        assert (ended.returncode, ended.stderr) == (0, b""), name
+    os.close(write)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Write varied rows of text."""

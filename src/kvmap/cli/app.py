@@ -100,9 +100,12 @@ def _open_streams() -> None:
 
 
 def _run(arguments: list[str] | None, debug: bool) -> int:
+    stdout = sys.stdout
     try:
         app(arguments, prog_name="kvmap")
     except SystemExit as stop:
+        if sys.stdout is not stdout:  # put away, for its reader has gone
+            return 0
         return stop.code if isinstance(stop.code, int) else 0
     except KvmapError as error:
         return _fail(str(error), error.exit_code, debug)
