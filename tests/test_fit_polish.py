@@ -38,7 +38,7 @@ def start(request, pair, calibration):
 
 def test_the_differentiable_map_is_the_map(start):
     models, cmap, sequences, _ = start
-    given = continuation.lesson(cmap.options.native_head, models, sequences[1], 8)
+    given = continuation.lesson(models, sequences[1], 8, cmap.options.native_head)
     own = given.native.slice(given.head, given.native.tokens)
     assert given.before.tokens == given.head > 0
     found = continuation.map_with_gradient(cmap, given.source, own, given.before)
@@ -70,7 +70,7 @@ def test_polish_lowers_the_held_out_divergence(start, tmp_path):
     assert min(made.history.values()) < share * made.history[0]
     assert made.cmap.parameters == cmap.parameters
     again = CacheMap.load(made.cmap.save(tmp_path / "polished"))
-    given = continuation.lesson(again.options.native_head, models, sequences[1][:4], 8)
+    given = continuation.lesson(models, sequences[1][:4], 8, again.options.native_head)
     with torch.no_grad():
         before, after = (float(continuation.loss(m, models[1], given)[1]) for m in (cmap, again))
     assert after < before
@@ -116,3 +116,22 @@ def test_a_damaged_checkpoint_is_not_taken_up(start, tmp_path):
     )
     assert seen[0] == 1
     assert not path.exists()
+
+
+def test_a_polish_learns_behind_the_head_and_tail_that_the_target_will_run(start, monkeypatch):
+    """A tail of half a short context at most, so that something is left to map."""
+    models, cmap, sequences, splits = start
+    options = dataclasses.replace(cmap.options, native_head=3, native_tail=20, tail_share=1.0)
+    cmap, seen = dataclasses.replace(cmap, options=options), []
+    read = continuation.Readings.lesson
+
+    def spy(readings, *asked):
+        seen.append(made := read(readings, *asked))
+        return made
+
+    monkeypatch.setattr(continuation.Readings, "lesson", spy)
+    polish(cmap, models, sequences, splits, OPTIONS)
+    contexts = [made.head + made.source.tokens + made.tail for made in seen]
+    assert len(set(contexts)) > 2
+    assert [made.tail for made in seen] == [min(20, context // 2) for context in contexts]
+    assert all(made.head == 3 and made.logits.shape[1] == 9 for made in seen)

@@ -100,6 +100,11 @@ class KVCache:
             place(self.mask),
         )
 
+    def placed(self, places: Sequence[torch.device]) -> KVCache:
+        """Move each layer to its device; what is there already is not copied."""
+        move = lambda tensors: tuple(map(Tensor.to, tensors, places))  # noqa: E731
+        return replace(self, keys=move(self.keys), values=move(self.values))
+
 
 def concat(first: KVCache, second: KVCache) -> KVCache:
     """Join two caches of one model along the tokens."""

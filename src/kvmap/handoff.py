@@ -74,7 +74,8 @@ def handoff(
     middle = _middle(source_cache, token_ids, head, tokens - tail)
     clock = LapClock(target.device)
     token_ids = token_ids.to(target.device)
-    room = empty_cache(target.signature.geometry, torch.zeros_like(token_ids), target.dtype)
+    shape, places = target.signature.geometry, target.places
+    room = empty_cache(shape, torch.zeros_like(token_ids), target.dtype, places)
     clock.lap("build")
     past = None
     if head:

@@ -106,6 +106,7 @@ class CacheMap:
                 "this map reads the target's own first layer; pass the target model, or fit with "
                 "`--no-anchor --no-exact-first`"
             )
+        cache = cache.to(cache.keys[0].device)  # a model may have it on several
         out = out or engine.allocate(self.target.geometry, cache)
         engine.apply(self, cache, first, out, before)
         return out

@@ -81,7 +81,7 @@ def _frequencies(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _turn(keys: Tensor, own: Tensor, others: Tensor, table: RopeTable, out: Tensor) -> None:
     """Write keys times `own` plus their partners times `others`; channels beyond as they are."""
-    if out.dtype != torch.float32:
+    if (out.dtype, out.device) != (torch.float32, keys.device):
         made = _like(keys)
         _turn(keys, own, others, table, made)
         out.copy_(made)

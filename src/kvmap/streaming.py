@@ -9,6 +9,7 @@ they are the last, and run again by the target at the handoff.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -108,15 +109,22 @@ class StreamingMap:
     ) -> None:
         """Make room for the capacity, and copy there what has been read so far."""
         first = replace(self.cmap.source.geometry, layers=1)
-        self.room = self._empty(batch, self.target.signature.geometry, self.target.dtype)
+        target = self.target
+        self.room = self._empty(batch, target.signature.geometry, target.dtype, target.places)
         self.read = self._empty(batch, first, dtype)
         if room is not None:
             _copy(room.slice(0, self.tokens), self.room)
             _copy(read.slice(0, self.tokens), self.read)
 
-    def _empty(self, batch: int, geometry: Geometry, dtype: torch.dtype) -> KVCache:
+    def _empty(
+        self,
+        batch: int,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        places: Sequence[torch.device] | None = None,
+    ) -> KVCache:
         positions = torch.zeros(batch, self.capacity, dtype=torch.long, device=self.target.device)
-        made = empty_cache(geometry, positions, dtype)
+        made = empty_cache(geometry, positions, dtype, places)
         return KVCache(made.keys, made.values, positions, torch.zeros_like(positions))
 
     def crop(self, tokens: int) -> None:

@@ -94,8 +94,14 @@ def map_path(job: Job, loading: Loading, progress: Progress) -> Path:
 
 
 def machine_of(loading: Loading, options: BenchOptions) -> Machine:
-    """Measure the machine in the dtype that is fastest on it of those that will do."""
+    """Measure the machine in the dtype that is fastest on it of those that will do.
+
+    Raises:
+        UsageError: Several devices are asked for.
+    """
     place = pick_device(loading.device)
+    if place == "spread":
+        raise UsageError("found --device spread, but bench times one device; name it, or leave it")
     clock = Clock(torch.device(place), options.cpu_time)
     return measure_machine(
         clock, compute_dtype(pick_dtype(loading.dtype, place), clock.device.type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,10 +24,20 @@ def allocate(geometry: Geometry, like: KVCache, dtype: torch.dtype | None = None
     return replace(made, token_ids=like.token_ids, mask=like.mask)
 
 
-def empty_cache(geometry: Geometry, positions: Tensor, dtype: torch.dtype) -> KVCache:
-    """Return a cache to be filled for positions [B, T]; the memory is not yet written."""
+def empty_cache(
+    geometry: Geometry,
+    positions: Tensor,
+    dtype: torch.dtype,
+    places: Sequence[torch.device] | None = None,
+) -> KVCache:
+    """Return a cache to be filled for positions [B, T]; the memory is not yet written.
+
+    Args:
+        places: Device of each layer; that of the positions if not given.
+    """
     batch, tokens = positions.shape
     shape = (batch, geometry.kv_heads, tokens, geometry.head_size)
-    empty = lambda: torch.empty(shape, dtype=dtype, device=positions.device)  # noqa: E731
-    keys, values = (tuple(empty() for _ in range(geometry.layers)) for _ in KINDS)
+    places = places or [positions.device] * geometry.layers
+    empty = lambda place: torch.empty(shape, dtype=dtype, device=place)  # noqa: E731
+    keys, values = (tuple(map(empty, places)) for _ in KINDS)
     return KVCache(keys, values, positions)

@@ -52,10 +52,10 @@ class Lesson:
 
 
 def lesson(
-    head: int,
     models: tuple[LoadedModel, LoadedModel],
     token_ids: Tensor,
     continuation: int,
+    head: int,
     tail: int = 1,
 ) -> Lesson:
     """Let both models read sequences [B, T] whose last `continuation` tokens are to predict.
@@ -65,7 +65,7 @@ def lesson(
         tail: Tokens of the native tail.
     """
     return Readings(models, token_ids).lesson(
-        head, torch.arange(len(token_ids)), token_ids.shape[1], continuation, tail
+        torch.arange(len(token_ids)), token_ids.shape[1], continuation, head, tail
     )
 
 
@@ -84,7 +84,7 @@ class Readings:
         self.kept: OrderedDict[int, tuple[KVCache, KVCache]] = OrderedDict()
 
     def lesson(
-        self, head: int, chosen: Tensor, stop: int, continuation: int, tail: int = 1
+        self, chosen: Tensor, stop: int, continuation: int, head: int, tail: int = 1
     ) -> Lesson:
         """Make a lesson of the first `stop` tokens of some sequences, by number."""
         cut = stop - continuation - tail
@@ -122,9 +122,9 @@ def loss(
     mapped = map_with_gradient(cmap, given.source, own, given.before)
     past = concat(given.native.slice(0, given.head), mapped) if given.head else mapped
     past = past.to(dtype=target.dtype)
-    _, logits = prefill(target, given.token_ids, past=past, keep_logits=0, gradient=True)
-    asked = logits[:, -given.logits.shape[1] :].float()
-    divergence = metrics.kl_divergence(given.logits, asked).mean()
+    asked = given.logits.shape[1]
+    _, logits = prefill(target, given.token_ids, past=past, keep_logits=asked, gradient=True)
+    divergence = metrics.kl_divergence(given.logits, logits.float()).mean()
     if not reconstruction:
         return divergence, divergence
     return divergence + reconstruction * relative_error(cmap, mapped, own), divergence
@@ -155,11 +155,13 @@ def map_with_gradient(
         for tensor in (content, trail.values.float())
     ]
     keys, values = list(own.keys), list(own.values)
+    places = [key.device for key in keys]
     for at, layer in enumerate(cmap.layers):
         if layer is not None:
             key, value = (_predict(cmap, layer, kind, entries, anchors, back) for kind in KINDS)
             keys[at], values[at] = rotate_with_gradient(key, own.positions, tables[at]), value
-    return KVCache(tuple(keys), tuple(values), own.positions, own.token_ids, own.mask)
+    made = KVCache(tuple(keys), tuple(values), own.positions, own.token_ids, own.mask)
+    return made.placed(places)
 
 
 def _predict(
@@ -192,4 +194,4 @@ def relative_error(cmap: CacheMap, mapped: KVCache, own: KVCache) -> Tensor:
                 truth = wanted[at].float()
                 spread = (truth - truth.mean((0, 2), keepdim=True)).square().sum()
                 errors.append((found[at] - truth).square().sum() / spread.clamp_min(1e-12))
-    return torch.stack(errors).mean()
+    return torch.stack([error.to(errors[0].device) for error in errors]).mean()

@@ -89,7 +89,7 @@ def frontier(job: Job) -> list[Point]:
     reach = min(CONTINUATION, length // 4)
     tails = sorted({1, job.recipe.options.tail_length(length)})
     lessons = {
-        tail: lesson(job.recipe.options.native_head, models, unseen, reach, tail) for tail in tails
+        tail: lesson(models, unseen, reach, job.recipe.options.native_head, tail) for tail in tails
     }
     timed = partial(_seconds, models[1].device)
     waits = {tail: timed(lambda at=at: _run_tail(at, models[1])) for tail, at in lessons.items()}

@@ -97,8 +97,8 @@ def polish(
     if not run.history:
         run.look(models[1], unseen)
     while run.step < options.steps and not run.stale():
-        drawn = _draw(train, run.step, options)
-        given = readings.lesson(cmap.options.native_head, *drawn, options.continuation)
+        chosen, stop = _draw(train, run.step, options)
+        given = readings.lesson(chosen, stop, options.continuation, *_native(cmap, stop, options))
         run.advance(given, models[1])
         if run.step % options.every == 0 or run.step == options.steps:
             run.look(models[1], unseen)
@@ -131,10 +131,19 @@ def _unseen(
     kept = held_out[: options.held_out]
     halves = kept[0::2], kept[1::2, : max(kept.shape[1] // 2, options.continuation + 3)]
     return [
-        lesson(cmap.options.native_head, models, half, options.continuation)
+        lesson(models, half, options.continuation, *_native(cmap, half.shape[1], options))
         for half in halves
         if len(half)
     ]
+
+
+def _native(cmap: CacheMap, tokens: int, options: PolishOptions) -> tuple[int, int]:
+    """Return the native head and tail of a lesson of so many tokens, as they are in use.
+
+    A tail is at most half of its context, so that short ones are mapped as well.
+    """
+    context = tokens - options.continuation
+    return cmap.options.native_head, min(cmap.options.tail_length(context), context // 2)
 
 
 @dataclass(eq=False)

@@ -37,9 +37,22 @@ class LoadedModel:
         return self.model.get_input_embeddings().weight.device
 
     @property
+    def places(self) -> tuple[torch.device, ...]:
+        """Device of each layer's cache; several where the model is spread over devices."""
+        if not hasattr(self.model, "hf_device_map"):
+            return (self.device,) * self.signature.geometry.layers
+        return tuple(map(_runs_on, self.model.get_decoder().layers))
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the model's weights, and so of its cache."""
         return self.model.dtype
+
+
+def _runs_on(layer: nn.Module) -> torch.device:
+    """Return where a layer runs; weights that are offloaded lie elsewhere until then."""
+    placed = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    return next(layer.parameters()).device if placed is None else torch.device(placed)
 
 
 def pick_device(device: str = "auto") -> str:

@@ -22,13 +22,18 @@ def cache_keyword(model: nn.Module) -> str:
 
 
 def to_dynamic_cache(cache: KVCache, loaded: LoadedModel | None = None) -> Any:
-    """Return a transformers DynamicCache over the same tensors, without a copy."""
+    """Return a transformers DynamicCache over the same tensors, without a copy.
+
+    Layers that the model keeps on another device are copied there.
+    """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
     built = DynamicCache(config=loaded.model.config) if loaded else DynamicCache()
     if loaded is None:
         built.layers.extend(DynamicLayer() for _ in cache.keys)
+    if loaded is not None:
+        cache = cache.placed(loaded.places)
     for layer, keys, values in zip(built.layers, cache.keys, cache.values, strict=True):
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
