@@ -3,17 +3,20 @@
 The first tokens depend on themselves alone, are outliers, and cost the target next to
 nothing: it prefills them. The middle is mapped. The last tokens run on the target over the
 mapped cache, since a cache alone gives no logits; a longer tail repairs what was lost.
+
+The two halves can be apart: `map_context` runs where the source and the map are and takes no more
+of the target than its lowest layers, `finish` where the target is.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvmap.cache import KVCache
+from kvmap.cache import KVCache, check_shapes
 from kvmap.engine import allocate, empty_cache
 from kvmap.errors import UsageError
 from kvmap.mapping import CacheMap
@@ -66,33 +69,104 @@ def handoff(
     Raises:
         UsageError: The source's cache holds other tokens, or too few.
     """
-    tokens = token_ids.shape[1]
-    tail = cmap.options.tail_length(tokens)
-    head = min(cmap.options.native_head, tokens - tail)
-    if head:
-        _check_head(source_cache)
-    middle = _middle(source_cache, token_ids, head, tokens - tail)
     clock = LapClock(target.device)
-    token_ids = token_ids.to(target.device)
-    shape, places = target.signature.geometry, target.places
-    room = empty_cache(shape, torch.zeros_like(token_ids), target.dtype, places)
+    room = _empty(target, token_ids)
     clock.lap("build")
-    past = None
-    if head:
-        past, _ = prefill(target, token_ids[:, :head], room=room)
+    mapped = map_context(cmap, target, source_cache, token_ids, clock, room)
+    return finish(target, mapped, token_ids, cmap.options.native_head, clock, room)
+
+
+def map_context(
+    cmap: CacheMap,
+    lowest: LoadedModel,
+    source_cache: KVCache,
+    token_ids: Tensor,
+    clock: LapClock | None = None,
+    room: KVCache | None = None,
+) -> KVCache:
+    """Return the mapped cache [B, H_t, T - tail, D_t] of tokens [B, T]: the source's half.
+
+    The native head is mapped too, badly, since no fit has seen it: `finish` replaces it. Where a
+    context is no longer than head and tail, the cache has no tokens.
+
+    Args:
+        lowest: The target, or its lowest layers alone.
+        source_cache: The source's, of at least the first T - tail tokens.
+        room: The target's cache of T tokens, whose front is written and returned.
+
+    Raises:
+        UsageError: The source's cache holds other tokens, or too few.
+    """
+    tokens, head = token_ids.shape[1], cmap.options.native_head
+    stop = tokens - cmap.options.tail_length(tokens)
+    if min(head, stop):
+        _check_head(source_cache)
+    if source_cache.tokens < stop:
+        raise UsageError(
+            f"the source's cache has {source_cache.tokens} tokens, expected at least {stop}"
+        )
+    _check_tokens("source's cache", source_cache, token_ids, stop, "prefill the source")
+    read = replace(source_cache.slice(0, stop), token_ids=token_ids[:, :stop])
+    if stop <= head:
+        return allocate(cmap.target.geometry, read.slice(0, 0).to(lowest.device), lowest.dtype)
+    return map_middle(cmap, lowest, read, clock, room and room.slice(0, stop))
+
+
+def finish(
+    target: LoadedModel,
+    mapped: KVCache,
+    token_ids: Tensor,
+    native_head: int,
+    clock: LapClock | None = None,
+    room: KVCache | None = None,
+) -> Handoff:
+    """Run the native head, and the tail over the mapped cache: the target's half of a handoff.
+
+    Args:
+        mapped: What `map_context` has made of tokens [B, T].
+        native_head: First tokens that the target prefills itself, as the map's options say.
+        room: A cache of T tokens whose front is `mapped`, so that nothing is copied.
+
+    Raises:
+        UsageError: The mapped cache is not the target's or not of these tokens.
+    """
+    stop = mapped.tokens
+    check_shapes(mapped, target.signature, "the mapped cache")
+    if stop >= token_ids.shape[1]:
+        raise UsageError(
+            f"the mapped cache has {stop} tokens, expected fewer than the context's "
+            f"{token_ids.shape[1]}: the target must run the last ones"
+        )
+    _check_tokens("mapped cache", mapped, token_ids, stop, "map the context")
+    clock = clock or LapClock(target.device)
+    token_ids = token_ids.to(target.device)
+    if room is None:
+        room = _empty(target, token_ids)
+        _copy(mapped, room)
+        clock.lap("build")
+    if head := min(native_head, stop):
+        prefill(target, token_ids[:, :head], room=room)
         clock.lap("head")
-    if middle is not None:
-        before = source_cache.slice(0, head) if head else None
-        map_middle(cmap, target, middle, clock, room.slice(head, tokens - tail), past, before)
-        past = _past(room, source_cache, token_ids, tokens - tail)
-    cache, logits = prefill(target, token_ids[:, tokens - tail :], past=past, room=room)
+    past = None
+    if stop:
+        filled = room.slice(0, stop)
+        past = replace(mapped, keys=filled.keys, values=filled.values)
+    cache, logits = prefill(target, token_ids[:, stop:], past=past, room=room)
     clock.lap("tail")
-    return Handoff(
-        cache,
-        logits[:, -1],
-        "applied" if middle is not None else "fallback_reprefill",
-        clock.seconds,
-    )
+    outcome = "applied" if stop else "fallback_reprefill"
+    return Handoff(cache, logits[:, -1], outcome, clock.seconds)
+
+
+def _empty(target: LoadedModel, token_ids: Tensor) -> KVCache:
+    """Return the target's cache of a context, to be filled; its positions are not set."""
+    positions = torch.zeros_like(token_ids, device=target.device)
+    return empty_cache(target.signature.geometry, positions, target.dtype, target.places)
+
+
+def _copy(mapped: KVCache, room: KVCache) -> None:
+    for kind in ("keys", "values"):
+        for theirs, mine in zip(getattr(mapped, kind), getattr(room, kind), strict=True):
+            mine[:, :, : mapped.tokens].copy_(theirs)
 
 
 def map_middle(
@@ -107,7 +181,7 @@ def map_middle(
     """Map part of a source's cache, with the target's own lowest layers where the map reads them.
 
     Args:
-        out: Written and returned instead of a new cache.
+        out: Written instead of a new cache.
         past: The target's cache of what comes before, which its lowest layers attend to.
         before: The source's cache of what comes before, or its last tokens.
     """
@@ -124,15 +198,7 @@ def map_middle(
         before = before.to(target.device) if before.tokens else None
     mapped = cmap.apply(middle, first, out, before)
     clock.lap("map")
-    return mapped
-
-
-def _past(room: KVCache, source_cache: KVCache, token_ids: Tensor, stop: int) -> KVCache:
-    """Return what the room holds before the tail, at the source's positions."""
-    place = lambda tensor: None if tensor is None else tensor[:, :stop].to(token_ids.device)  # noqa: E731
-    filled = room.slice(0, stop)
-    places = place(source_cache.positions), token_ids[:, :stop], place(source_cache.mask)
-    return KVCache(filled.keys, filled.values, *places)
+    return replace(middle, keys=mapped.keys, values=mapped.values)
 
 
 def _check_head(source_cache: KVCache) -> None:
@@ -147,23 +213,10 @@ def _check_head(source_cache: KVCache) -> None:
         )
 
 
-def _middle(source_cache: KVCache, token_ids: Tensor, head: int, stop: int) -> KVCache | None:
-    if source_cache.tokens < stop:
-        raise UsageError(
-            f"the source's cache has {source_cache.tokens} tokens, expected at least {stop}"
-        )
-    known = source_cache.token_ids
+def _check_tokens(what: str, cache: KVCache, token_ids: Tensor, stop: int, remedy: str) -> None:
+    known = cache.token_ids
     if known is not None and not torch.equal(known[:, :stop].cpu(), token_ids[:, :stop].cpu()):
-        raise UsageError(
-            "the source's cache was made from other tokens than this context; "
-            "prefill the source again"
-        )
-    if stop <= head:
-        return None
-    middle = source_cache.slice(head, stop)
-    return KVCache(
-        middle.keys, middle.values, middle.positions, token_ids[:, head:stop], middle.mask
-    )
+        raise UsageError(f"the {what} was made from other tokens than this context; {remedy} again")
 
 
 class LapClock:

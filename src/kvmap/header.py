@@ -33,6 +33,7 @@ MADE_BY = {
     "layers": "kvmap select-layers CALIB -o LAYERS",
     "map": "kvmap fit SOURCE TARGET -o MAP",
     "polish": "kvmap fit SOURCE TARGET --polish STEPS -o MAP",
+    "lowest": "kvmap lowest MAP -o LOWEST",
     "cache": "kvmap transfer MAP --prompt TEXT -o CACHE",
     "report": "kvmap eval MAP -o REPORT",
 }

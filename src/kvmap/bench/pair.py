@@ -126,9 +126,9 @@ def _bench_context(cmap, source, target, tokens, options, machine) -> Context:
 
 
 def _mapped_tokens(cmap: CacheMap, tokens: int) -> int:
-    """Return how many tokens of a context the target does not read itself."""
+    """Return how many tokens of a context are mapped: the native head too, which is replaced."""
     rest = tokens - cmap.options.tail_length(tokens)
-    return rest - min(cmap.options.native_head, rest)
+    return rest if rest > cmap.options.native_head else 0
 
 
 def random_tokens(loaded: LoadedModel, tokens: int, seed: int) -> torch.Tensor:

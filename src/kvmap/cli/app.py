@@ -23,6 +23,7 @@ COMMANDS = {
     "select-layers": "select_layers",
     "fit": "fit",
     "compose": "compose",
+    "lowest": "lowest",
     "transfer": "transfer",
     "eval": "evaluate",
     "report": "report",

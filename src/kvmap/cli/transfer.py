@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvmap.cli import inputs, options
+from kvmap.cli import ignored, inputs, options
 from kvmap.cli.output import Output, amount
 from kvmap.errors import UsageError
 
@@ -31,6 +31,14 @@ Messages = Annotated[
 Cache = Annotated[
     Path | None, typer.Option("--cache", metavar="CACHE", help="The source's own saved cache.")
 ]
+Lowest = Annotated[
+    Path | None,
+    typer.Option(
+        "--lowest",
+        metavar="LOWEST",
+        help="What `kvmap lowest` made: map without the target, which finishes elsewhere.",
+    ),
+]
 Generate = Annotated[
     int | None, typer.Option("--generate", metavar="N", help="Let the target go on for N tokens.")
 ]
@@ -43,6 +51,7 @@ def run(
     messages: Messages = None,
     cache: Cache = None,
     output: options.output("the target's cache", "CACHE", "nowhere") = None,
+    lowest: Lowest = None,
     generate: Generate = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Print what both say from their own prefill too.")
@@ -65,12 +74,16 @@ def run(
     """Hand a context to the target and let it go on."""
     from kvmap.artifacts import refuse_overwrite
     from kvmap.mapping import CacheMap
+    from kvmap.models import load_lowest
     from kvmap.pair import Loading
     from kvmap.transfer import read_text, require_room
 
     out = Output(as_json, quiet)
     inputs.at_least("--generate", generate, 1)
     _check_asked((prompt, prompt_file, messages, cache), output, generate, compare)
+    if lowest is not None:
+        whole = {"--generate": generate, "--target": target_model}
+        ignored.refuse(whole, whole, "is of the whole target, --lowest of a part; leave one out")
     if output is not None:
         refuse_overwrite(output, force)
     if prompt_file is not None:
@@ -81,8 +94,11 @@ def run(
     source = None
     if cache is None or compare:
         source = loading.open(source_model or loaded.source.name)
-    target = loading.open(target_model or loaded.target.name)
-    token_ids, source_cache = _context(target, loaded, prompt, messages, cache)
+    if lowest is None:
+        reader = target = loading.open(target_model or loaded.target.name)
+    else:
+        reader, target = source, load_lowest(lowest, loading.device, loading.dtype)
+    token_ids, source_cache = _context(reader, loaded, prompt, messages, cache)
     for model in filter(None, (source, target)):
         require_room(model, token_ids.shape[1] + (generate or 0))
     made = _hand_over(loaded, source, target, token_ids, source_cache, generate, compare)
@@ -119,7 +135,7 @@ def _check_asked(contexts, output, generate, compare) -> None:
         raise UsageError("--compare compares texts; pass --generate N with it")
 
 
-def _context(target, cmap, prompt, messages, cache):
+def _context(reader, cmap, prompt, messages, cache):
     """Return the context's token ids [1, T] and, if it was saved, the source's cache."""
     from kvmap.cache import load_cache
     from kvmap.transfer import message_ids, prompt_ids, require_batch_of_one
@@ -133,8 +149,8 @@ def _context(target, cmap, prompt, messages, cache):
             )
         return require_batch_of_one(saved), saved
     if messages is not None:
-        return message_ids(target.tokenizer, messages), None
-    return prompt_ids(target.tokenizer, prompt), None
+        return message_ids(reader.tokenizer, messages), None
+    return prompt_ids(reader.tokenizer, prompt), None
 
 
 def _stdin() -> str:
@@ -148,6 +164,8 @@ def _hand_over(cmap, source, target, token_ids, source_cache, generate, compare)
     from kvmap.transfer import compare as compare_texts
     from kvmap.transfer import continuation, transfer
 
+    if target.lowest is not None:
+        return _map_alone(cmap, source, target, token_ids, source_cache)
     done = transfer(cmap, source, target, token_ids, source_cache)
     made = {
         "outcome": done.handoff.outcome,
@@ -162,6 +180,19 @@ def _hand_over(cmap, source, target, token_ids, source_cache, generate, compare)
         text = continuation(target, done.handoff.cache, token_ids, generate)
         made["text"] = {"mapped": text}
     return made
+
+
+def _map_alone(cmap, source, lowest, token_ids, source_cache) -> dict[str, Any]:
+    from kvmap.handoff import LapClock, check_pair, map_context
+    from kvmap.models import prefill
+
+    check_pair(cmap, source, lowest)
+    if source_cache is None:
+        source_cache, _ = prefill(source, token_ids)
+    clock = LapClock(lowest.device)
+    mapped = map_context(cmap, lowest, source_cache, token_ids, clock)
+    sizes = {"tokens": mapped.tokens, "bytes": mapped.bytes}
+    return {"outcome": "mapped", "seconds": clock.seconds, "kv": mapped, **sizes}
 
 
 def _save(path: Path, cache, target) -> str:

@@ -1,6 +1,7 @@
 """The only package that touches transformers: names, loading, running."""
 
 from kvmap.models.load import LoadedModel, load
+from kvmap.models.lowest import load_lowest, save_lowest
 from kvmap.models.names import Checkpoint, resolve
 from kvmap.models.run import (
     continue_logits,
@@ -20,8 +21,10 @@ __all__ = [
     "from_dynamic_cache",
     "generate",
     "load",
+    "load_lowest",
     "lowest_layers",
     "prefill",
     "resolve",
+    "save_lowest",
     "to_dynamic_cache",
 ]

@@ -25,11 +25,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model ready to run, its tokenizer and its signature."""
+    """A model ready to run, its tokenizer and its signature.
+
+    `lowest` is how many of its lowest layers are there, None where all are.
+    """
 
     model: nn.Module
     tokenizer: Any
     signature: Signature
+    lowest: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -47,6 +51,19 @@ class LoadedModel:
     def dtype(self) -> torch.dtype:
         """Dtype of the model's weights, and so of its cache."""
         return self.model.dtype
+
+    def require_layers(self, count: int | None = None) -> None:
+        """Check that so many of the lowest layers are there; all and the head if not given.
+
+        Raises:
+            UsageError: They are not.
+        """
+        if self.lowest is not None and (count is None or count > self.lowest):
+            remedy = "load the whole model" if count is None else "make them with this map"
+            raise UsageError(
+                f"{self.signature.name}: found the lowest {self.lowest} of its layers alone, "
+                f"expected {count or 'all'}; {remedy}"
+            )
 
 
 def _runs_on(layer: nn.Module) -> torch.device:

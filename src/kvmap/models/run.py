@@ -76,6 +76,7 @@ def prefill(
     Returns:
         The cache [B, H, T_past + T, D] and logits [B, keep_logits, vocabulary].
     """
+    loaded.require_layers()
     token_ids = token_ids.to(loaded.device)
     positions, masks, full_mask = _place(token_ids, mask, past)
     built = _start(loaded, past, room)
@@ -148,6 +149,7 @@ def generate(
     The cache covers the prompt's first tokens and fewer than all of them: what it does not
     cover is run natively, since a cache alone gives no logits.
     """
+    loaded.require_layers()
     prompt_ids = prompt_ids.to(loaded.device)
     if cache is not None and cache.tokens >= prompt_ids.shape[1]:
         cache = cache.slice(0, prompt_ids.shape[1] - 1)
@@ -228,6 +230,7 @@ def lowest_layers(
         past: What precedes the tokens [B, T]; not modified.
         mask: [B, T] bool, False on padding.
     """
+    loaded.require_layers(count)
     if count == 1:
         return first_layer(loaded, token_ids, positions)
     from transformers import AttentionInterface, AttentionMaskInterface

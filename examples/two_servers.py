@@ -1,0 +1,77 @@
+"""Hand a context from one server to another, each a process of its own.
+
+    python examples/two_servers.py m-l.map story.txt [TOKENS]
+
+The first has the source, the map and the target's lowest layers: it reads, maps and ships the
+cache. The second has the target alone and goes on for TOKENS tokens, 1 if not given. Prints what
+they hold and say, and ends with an error where one process by itself says something else.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kvmap import CacheMap, UsageError, load
+from kvmap.cache import load_cache, save
+from kvmap.handoff import check_pair, finish, map_context
+from kvmap.models import load_lowest, prefill, save_lowest
+from kvmap.transfer import continuation, prompt_ids, read_text, transfer
+
+
+def source_server(cmap: str, lowest: str, prompt: str, shipped: str) -> None:
+    """Read a prompt and write the cache that is shipped."""
+    mapping, layers = CacheMap.load(cmap), load_lowest(lowest)
+    source = load(mapping.source.name)
+    check_pair(mapping, source, layers)
+    ids = prompt_ids(source.tokenizer, read_text(Path(prompt)))
+    cache, _ = prefill(source, ids)
+    save(map_context(mapping, layers, cache, ids), shipped, mapping.target)
+
+
+def target_server(model: str, shipped: str, prompt: str, native_head: str, tokens: str) -> None:
+    """Go on after a prompt whose cache was shipped, and print the text."""
+    target = load(model)
+    mapped, made_for = load_cache(shipped)
+    if made_for.digest != target.signature.digest:
+        raise UsageError(f"{shipped}: is a cache of {made_for.name}; map it for {model}")
+    ids = prompt_ids(target.tokenizer, read_text(Path(prompt)))
+    done = finish(target, mapped, ids, int(native_head))
+    print(continuation(target, done.cache, ids, int(tokens)))
+
+
+SERVERS = {"source": source_server, "target": target_server}
+
+
+def run_server(role: str, *arguments: object) -> str:
+    """Run a server in a process of its own and return what it prints."""
+    command = [sys.executable, __file__, role, *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def main(cmap: str, prompt: str, tokens: str = "1") -> None:
+    """Set up both servers, let them work, and compare with one process."""
+    mapping = CacheMap.load(cmap)
+    source, target = load(mapping.source.name), load(mapping.target.name)
+    with tempfile.TemporaryDirectory() as folder:
+        lowest, shipped = Path(folder, "lowest"), Path(folder, "shipped")
+        save_lowest(target, mapping.options.read_layers, lowest)
+        run_server("source", cmap, lowest, prompt, shipped)
+        head = mapping.options.native_head
+        said = run_server("target", mapping.target.name, shipped, prompt, head, tokens)
+        whole = target.model.get_memory_footprint()
+        print(f"lowest layers: {lowest.stat().st_size} bytes, the whole target: {whole} bytes")
+        print(f"shipped cache: {shipped.stat().st_size} bytes")
+    ids = prompt_ids(source.tokenizer, read_text(Path(prompt)))
+    done = transfer(mapping, source, target, ids)
+    alone = continuation(target, done.handoff.cache, ids, int(tokens)).strip()
+    print(f"two servers: {said}\none process: {alone}")
+    if said != alone:
+        sys.exit("the two differ")
+
+
+if __name__ == "__main__":
+    run, arguments = main, sys.argv[1:]
+    if arguments and arguments[0] in SERVERS:
+        run, arguments = SERVERS[arguments[0]], arguments[1:]
+    run(*arguments)
