@@ -7,13 +7,15 @@ cache. The second has the target alone and goes on for TOKENS tokens, 1 if not g
 they hold and say, and ends with an error where one process by itself says something else.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from kvmap import CacheMap, UsageError, load
-from kvmap.cache import load_cache, save
+from kvmap.cache import load_mapped, save
+from kvmap.errors import KvmapError
 from kvmap.handoff import check_pair, finish, map_context
 from kvmap.models import load_lowest, prefill, save_lowest
 from kvmap.transfer import continuation, prompt_ids, read_text, transfer
@@ -26,17 +28,18 @@ def source_server(cmap: str, lowest: str, prompt: str, shipped: str) -> None:
     check_pair(mapping, source, layers)
     ids = prompt_ids(source.tokenizer, read_text(Path(prompt)))
     cache, _ = prefill(source, ids)
-    save(map_context(mapping, layers, cache, ids), shipped, mapping.target)
+    mapped = map_context(mapping, layers, cache, ids)
+    save(mapped, shipped, mapping.target, mapping.options.native_head)
 
 
-def target_server(model: str, shipped: str, prompt: str, native_head: str, tokens: str) -> None:
+def target_server(model: str, shipped: str, prompt: str, tokens: str) -> None:
     """Go on after a prompt whose cache was shipped, and print the text."""
     target = load(model)
-    mapped, made_for = load_cache(shipped)
+    mapped, made_for, native_head = load_mapped(shipped)
     if made_for.digest != target.signature.digest:
         raise UsageError(f"{shipped}: is a cache of {made_for.name}; map it for {model}")
     ids = prompt_ids(target.tokenizer, read_text(Path(prompt)))
-    done = finish(target, mapped, ids, int(native_head))
+    done = finish(target, mapped, ids, native_head)
     print(continuation(target, done.cache, ids, int(tokens)))
 
 
@@ -49,7 +52,7 @@ def run_server(role: str, *arguments: object) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def main(cmap: str, prompt: str, tokens: str = "1") -> None:
+def main(cmap: str, prompt: str, tokens: int) -> None:
     """Set up both servers, let them work, and compare with one process."""
     mapping = CacheMap.load(cmap)
     source, target = load(mapping.source.name), load(mapping.target.name)
@@ -57,21 +60,28 @@ def main(cmap: str, prompt: str, tokens: str = "1") -> None:
         lowest, shipped = Path(folder, "lowest"), Path(folder, "shipped")
         save_lowest(target, mapping.options.read_layers, lowest)
         run_server("source", cmap, lowest, prompt, shipped)
-        head = mapping.options.native_head
-        said = run_server("target", mapping.target.name, shipped, prompt, head, tokens)
+        said = run_server("target", mapping.target.name, shipped, prompt, tokens)
         whole = target.model.get_memory_footprint()
         print(f"lowest layers: {lowest.stat().st_size} bytes, the whole target: {whole} bytes")
         print(f"shipped cache: {shipped.stat().st_size} bytes")
     ids = prompt_ids(source.tokenizer, read_text(Path(prompt)))
     done = transfer(mapping, source, target, ids)
-    alone = continuation(target, done.handoff.cache, ids, int(tokens)).strip()
+    alone = continuation(target, done.handoff.cache, ids, tokens).strip()
     print(f"two servers: {said}\none process: {alone}")
     if said != alone:
         sys.exit("the two differ")
 
 
 if __name__ == "__main__":
-    run, arguments = main, sys.argv[1:]
-    if arguments and arguments[0] in SERVERS:
-        run, arguments = SERVERS[arguments[0]], arguments[1:]
-    run(*arguments)
+    if sys.argv[1:2] and sys.argv[1] in SERVERS:
+        SERVERS[sys.argv[1]](*sys.argv[2:])
+        sys.exit()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("map")
+    parser.add_argument("prompt", help="a text file")
+    parser.add_argument("tokens", type=int, nargs="?", default=1)
+    given = parser.parse_args()
+    try:
+        main(given.map, given.prompt, given.tokens)
+    except KvmapError as error:
+        sys.exit(f"Error: {error}")

@@ -287,6 +287,22 @@ def test_a_reader_that_never_came_is_no_error():
     os.close(write)
 
 
+@pytest.mark.parametrize("stream", ["/dev/full", "gone"])
+def test_what_nobody_can_read_on_stderr_changes_nothing(stream, tmp_path):
+    """Notes come before the work is done: it went undone once, with code 0."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvmap.__file__).parents[1])}
+    read, write = os.pipe()
+    os.close(read)
+    where = write if stream == "gone" else os.open(stream, os.O_WRONLY)
+    code = "from kvmap.cli.output import Output, complain; Output().note('x'); complain('y')"
+    line = [sys.executable, "-c", f"{code}; print('done')"]
+    ended = subprocess.run(line, stdout=subprocess.PIPE, stderr=where, env=environment)
+    assert (ended.returncode, ended.stdout) == (0, b"done\n")
+    line = [sys.executable, "-m", "kvmap", "show", tmp_path / "missing"]
+    assert subprocess.run(line, stderr=where, env=environment).returncode == 2
+    os.close(where)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Write varied rows of text."""

@@ -1,5 +1,6 @@
 """A target's lowest layers alone, and the two halves of a handoff that they make possible."""
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -13,12 +14,13 @@ from conftest import token_ids
 
 from kvmap import artifacts, fit
 from kvmap.bench.shapes import random_map
-from kvmap.cache import KVCache, load_cache, save
+from kvmap.cache import KVCache, load_cache, load_mapped, save
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe
 from kvmap.handoff import finish, handoff, map_context
 from kvmap.mapping import MapOptions
 from kvmap.models import generate, load_lowest, lowest_layers, prefill, save_lowest
+from kvmap.models import lowest as lowest_module
 from kvmap.transfer import prompt_ids
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "two_servers.py"
@@ -166,6 +168,33 @@ def test_headers_that_make_no_model_are_refused(edited, loaded):
     larger = {**config, "dtype": "float32", "vocab_size": 10**12}
     with pytest.raises(UsageError, match=r"its config is not that of its model"):
         load_lowest(edited(config=larger), "cpu")
+    for changed in ({"rms_norm_eps": 1e30}, {"rope_parameters": {"rope_theta": 5.0}}):
+        with pytest.raises(UsageError, match=r"its config is not that of its model"):
+            load_lowest(edited(config={**config, **changed}), "cpu")
+
+
+def test_how_to_compute_is_not_taken_from_a_file(edited, loaded):
+    """One way of attention would be fetched from the hub, as code."""
+    config = loaded("qwen3_small").model.config.to_dict()
+    config |= {"attn_implementation": "someone/kernels", "experts_implementation": "x"}
+    model = load_lowest(edited(config=config), "cpu").model
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_weights_of_another_type_are_refused(edited, loaded):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    held = dict(loaded("qwen3_small").model.named_parameters())[name]
+    with pytest.raises(UsageError, match=r"k_proj.weight' is no weight of its model, or of an"):
+        load_lowest(edited({name: held.int()}), "cpu")
+
+
+def test_lowest_layers_of_another_target_are_refused_before_any_model_is_made(
+    loaded, tmp_path, monkeypatch
+):
+    path = save_lowest(loaded("qwen3_small"), 1, tmp_path / "x")
+    monkeypatch.setattr(lowest_module, "_shell", None)
+    with pytest.raises(UsageError, match=r"expected those of the map's target .*qwen3_large"):
+        load_lowest(path, "cpu", expected=loaded("qwen3_large").signature)
 
 
 def test_files_of_another_kind_cut_short_or_newer_are_refused(loaded, tmp_path, monkeypatch):
@@ -258,6 +287,26 @@ def test_a_mapped_cache_that_does_not_fit_is_refused(loaded, lowest):
         finish(target, mapped, ids[:, :32], 4)
     with pytest.raises(UsageError, match=r"mapped cache was made from other tokens.*; map the c"):
         finish(target, mapped, token_ids(1, 40, seed=3), 4)
+    for head in (-1, mapped.tokens):
+        with pytest.raises(UsageError, match=rf"found a native head of {head} tokens, expected"):
+            finish(target, mapped, ids, head)
+    later = dataclasses.replace(mapped, positions=mapped.positions + 50)
+    with pytest.raises(UsageError, match=r"the mapped cache begins at position 50, but this map"):
+        finish(target, later, ids, 4)
+    padded = dataclasses.replace(mapped, mask=torch.zeros_like(mapped.positions, dtype=torch.bool))
+    with pytest.raises(UsageError, match=r"the mapped cache is padded, but this map has the"):
+        finish(target, padded, ids, 4)
+    with pytest.raises(UsageError, match=r"the mask is torch.int64, expected bool"):
+        finish(target, dataclasses.replace(mapped, mask=mapped.positions), ids, 4)
+    with pytest.raises(UsageError, match=r"found tokens \[2, 40\], expected \[1, tokens\] as of"):
+        finish(target, mapped, token_ids(2, 40), 4)
+
+
+def test_layers_of_another_model_are_not_read_as_the_target_s(loaded):
+    source, _, cmap = random_pair(loaded, OPTIONS["kvmap"])
+    ids = token_ids(1, 40)
+    with pytest.raises(UsageError, match=r"the map's target is .*found"):
+        map_context(cmap, source, prefill(source, ids)[0], ids)
 
 
 # --- from the command line
@@ -294,7 +343,8 @@ def test_a_context_is_mapped_where_the_target_is_not(kvmap_run, loaded, saved, t
     code, made, error = kvmap_run(*arguments)
     assert (code, made) == (0, f"{out}\n"), error
     ids = prompt_ids(source.tokenizer, prompt)
-    mapped, signature = load_cache(out)
+    mapped, signature, head = load_mapped(out)
+    assert head == 4
     assert f"mapped: {mapped.tokens} tokens" in error
     whole = handoff(cmap, target, prefill(source, ids)[0], ids)
     assert signature.digest == target.signature.digest
@@ -302,8 +352,64 @@ def test_a_context_is_mapped_where_the_target_is_not(kvmap_run, loaded, saved, t
 
     own = save(prefill(source, ids)[0], tmp_path / "own.cache", source.signature)
     arguments[2:4] = ["--cache", own]
-    assert kvmap_run(*arguments, "--force")[0] == 0
-    assert same(load_cache(out)[0], mapped)
+    code, made, _ = kvmap_run(*arguments, "--force", "--json")
+    assert (code, json.loads(made)["native_head"]) == (0, 4)
+    assert same(load_mapped(out)[0], mapped)
+    with pytest.raises(UsageError, match="is a whole cache, expected a mapped one"):
+        load_mapped(own)
+
+
+def test_a_cache_that_is_to_be_finished_passes_for_no_whole_one(kvmap_run, saved, tmp_path):
+    """Its head is mapped badly and its tail missing: what goes on from it goes on from neither."""
+    out = tmp_path / "out.cache"
+    line = ["transfer", saved[0], "--prompt", "some bytes that are long enough", "-o", out]
+    assert kvmap_run(*line, "--lowest", saved[1])[0] == 0
+    with pytest.raises(UsageError, match="is a mapped cache without its native head and tail"):
+        load_cache(out)
+    code, _, error = kvmap_run("transfer", saved[0], "--cache", out, "--generate", 2)
+    assert (code, "let `kvmap.handoff.finish` run them" in error) == (2, True)
+    code, _, error = kvmap_run(
+        "transfer", saved[0], "--prompt", "a b", "--lowest", saved[1], "-o", out, "-f"
+    )
+    assert code == 0
+    assert "nothing to map: the context is no longer than head and tail" in error
+
+
+def test_what_is_read_is_not_written_over_even_by_force(kvmap_run, saved, tmp_path):
+    before = [path.read_bytes() for path in saved]
+    line = ["transfer", saved[0], "--prompt", "a b", "--lowest", saved[1], "--force", "-o"]
+    for arguments in (
+        [*line, saved[0]],
+        [*line, saved[1]],
+        ["lowest", saved[0], "-f", "-o", saved[0]],
+    ):
+        code, _, error = kvmap_run(*arguments)
+        assert (code, "is what is read; choose another path" in error) == (2, True)
+    assert [path.read_bytes() for path in saved] == before
+
+
+def test_a_source_that_is_not_run_is_not_named(kvmap_run, saved, tmp_path):
+    arguments = ["transfer", saved[0], "--cache", "x", "--source", "y", "-o", tmp_path / "z"]
+    code, _, error = kvmap_run(*arguments)
+    assert (code, "--source is not run where --cache is given" in error) == (2, True)
+
+
+def test_a_map_that_reads_no_layer_has_nothing_to_keep(kvmap_run, loaded, tmp_path):
+    _, _, cmap = random_pair(loaded, MapOptions())
+    path = cmap.save(tmp_path / "none.map")
+    code, _, error = kvmap_run("lowest", path, "-o", tmp_path / "none.lowest")
+    assert (code, "so there is nothing to keep" in error) == (2, True)
+
+
+def test_a_config_of_code_of_its_own_is_not_kept(loaded, tmp_path):
+    target = loaded("qwen3_large")
+    own = type(target.model.config)
+    config = type("Ours", (own,), {"model_type": "ours"}).from_dict(target.model.config.to_dict())
+    model = copy.copy(target.model)
+    model.config = config
+    with pytest.raises(UsageError, match="its config takes code of its own"):
+        save_lowest(dataclasses.replace(target, model=model), 1, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
 
 
 def test_lowest_layers_take_no_options_of_the_whole_target(kvmap_run, saved):
@@ -317,7 +423,9 @@ def test_lowest_layers_of_another_model_are_refused(kvmap_run, loaded, saved, tm
     other = save_lowest(loaded("llama_default"), 1, tmp_path / "other")
     arguments = ["transfer", saved[0], "--prompt", "a b", "--lowest", other, "-o", tmp_path / "x"]
     code, _, error = kvmap_run(*arguments)
-    assert (code, "the map's target is " in error) == (2, True)
+    assert code == 2
+    assert f"{other}: holds the lowest layers of" in error
+    assert "expected those of the map's target" in error
 
 
 def test_two_servers_say_what_one_process_says(saved, tmp_path, capsys):
@@ -327,7 +435,7 @@ def test_two_servers_say_what_one_process_says(saved, tmp_path, capsys):
     spec.loader.exec_module(example)
     prompt = tmp_path / "prompt"
     prompt.write_text("some bytes that a model with random weights reads")
-    example.main(str(saved[0]), str(prompt), "6")
+    example.main(str(saved[0]), str(prompt), 6)
     printed = capsys.readouterr().out
     layers, whole = map(int, re.findall(r"(\d+) bytes", printed.splitlines()[0]))
     assert layers < whole / 2

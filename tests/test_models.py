@@ -20,6 +20,7 @@ from kvmap.models import (
     resolve,
     to_dynamic_cache,
 )
+from kvmap.models.load import pick_dtype
 
 NAMES = list(checkpoints.SUPPORTED)
 TOLERANCE = 1e-4  # absolute, on fp32 logits whose spread is about 1
@@ -290,6 +291,12 @@ def test_folder_without_a_tokenizer_is_refused(checkpoint, tmp_path):
 def test_unknown_dtype_is_refused(checkpoint):
     with pytest.raises(UsageError, match=r"no dtype 'float8'; expected auto, bfloat16"):
         load(str(checkpoint("llama_default")), device="cpu", dtype="float8")
+
+
+def test_auto_dtype_does_not_depend_on_how_a_device_is_spelt():
+    for device in ("cpu", "cpu:0", "spread"):
+        assert pick_dtype("auto", device) == torch.float32
+    assert pick_dtype("auto", "cuda:1") == torch.bfloat16
 
 
 def test_auto_dtype_on_a_cpu_is_float32(checkpoint):

@@ -6,6 +6,7 @@ source, t target. Keys are as the model caches them (after RoPE) unless called c
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,25 +137,66 @@ def _full_mask(cache: KVCache) -> Tensor:
     return torch.ones_like(cache.positions, dtype=torch.bool) if cache.mask is None else cache.mask
 
 
-def save(cache: KVCache, path: Path | str, signature: Signature) -> Path:
-    """Write a cache, readable by its owner only, as an artifact of kind "cache"."""
+def save(
+    cache: KVCache, path: Path | str, signature: Signature, native_head: int | None = None
+) -> Path:
+    """Write a cache, readable by its owner only, as an artifact of kind "cache".
+
+    Args:
+        native_head: Of a mapped cache that `handoff.finish` has still to finish: how many first
+            tokens the target prefills itself.
+
+    Raises:
+        UsageError: The cache is not of the signature's model.
+    """
+    check_shapes(cache, signature, str(path))
     tensors = {"positions": cache.positions}
     for layer, (key, value) in enumerate(zip(cache.keys, cache.values, strict=True)):
         tensors[f"layers.{layer}.key"], tensors[f"layers.{layer}.value"] = key, value
     optional = {"token_ids": cache.token_ids, "mask": cache.mask}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-    return artifacts.write(path, "cache", tensors, {"model": signature.to_json()}, private=True)
+    metadata = {"model": signature.to_json()}
+    metadata |= {} if native_head is None else {"native_head": native_head}
+    return artifacts.write(path, "cache", tensors, metadata, private=True)
 
 
 def load_cache(path: Path | str) -> tuple[KVCache, Signature]:
     """Read a cache and the signature of the model it belongs to.
 
     Raises:
-        UsageError: The file is no sound cache artifact or its shapes are not its model's.
+        UsageError: The file is no sound cache artifact, its shapes are not its model's, or the
+            cache is one that `handoff.finish` has still to finish.
     """
+    cache, signature, native_head = _load(path)
+    if native_head is not None:
+        raise UsageError(
+            f"{path}: is a mapped cache without its native head and tail; read it with "
+            "`kvmap.cache.load_mapped` and let `kvmap.handoff.finish` run them"
+        )
+    return cache, signature
+
+
+def load_mapped(path: Path | str) -> tuple[KVCache, Signature, int]:
+    """Read what `handoff.map_context` made, its target's signature, and the native head's length.
+
+    Raises:
+        UsageError: The file is no sound cache artifact, or a whole cache.
+    """
+    cache, signature, native_head = _load(path)
+    if native_head is None:
+        raise UsageError(
+            f"{path}: is a whole cache, expected a mapped one that is to be finished; "
+            "read it with `kvmap.cache.load_cache`"
+        )
+    return cache, signature, native_head
+
+
+def _load(path: Path | str) -> tuple[KVCache, Signature, int | None]:
     artifact = artifacts.open_artifact(path, "cache")
     names = set(artifact.names())
     with header.sound(path, "cache"):
+        native_head = artifact.metadata.get("native_head")
+        native_head = None if native_head is None else operator.index(native_head)
         signature = Signature.from_json(artifact.metadata["model"])
         layers = range(signature.geometry.layers)
         cache = KVCache(
@@ -165,7 +207,7 @@ def load_cache(path: Path | str) -> tuple[KVCache, Signature]:
             artifact.tensor("mask") if "mask" in names else None,
         )
     check_shapes(cache, signature, str(path))
-    return cache, signature
+    return cache, signature, native_head
 
 
 def check_shapes(cache: KVCache, signature: Signature, where: str) -> None:
@@ -185,6 +227,8 @@ def check_shapes(cache: KVCache, signature: Signature, where: str) -> None:
                 f"{where}: {name} has shape {tuple(tensor.shape)}, "
                 f"expected {tuple(cache.positions.shape)} like the positions"
             )
+    if cache.mask is not None and cache.mask.dtype != torch.bool:
+        raise UsageError(f"{where}: the mask is {cache.mask.dtype}, expected bool")
     if cache.layers != geometry.layers:
         raise UsageError(
             f"{where}: found {cache.layers} layers, expected {geometry.layers} of {signature.name}"

@@ -97,15 +97,16 @@ def map_context(
     Raises:
         UsageError: The source's cache holds other tokens, or too few.
     """
+    check_pair(cmap, None, lowest)
     tokens, head = token_ids.shape[1], cmap.options.native_head
     stop = tokens - cmap.options.tail_length(tokens)
-    if min(head, stop):
-        _check_head(source_cache)
     if source_cache.tokens < stop:
         raise UsageError(
             f"the source's cache has {source_cache.tokens} tokens, expected at least {stop}"
         )
     _check_tokens("source's cache", source_cache, token_ids, stop, "prefill the source")
+    if min(head, stop):
+        _check_head("source's", source_cache)
     read = replace(source_cache.slice(0, stop), token_ids=token_ids[:, :stop])
     if stop <= head:
         return allocate(cmap.target.geometry, read.slice(0, 0).to(lowest.device), lowest.dtype)
@@ -138,6 +139,13 @@ def finish(
             f"{token_ids.shape[1]}: the target must run the last ones"
         )
     _check_tokens("mapped cache", mapped, token_ids, stop, "map the context")
+    if native_head < 0 or 0 < stop <= native_head:
+        raise UsageError(
+            f"found a native head of {native_head} tokens, expected from 0 to fewer than the "
+            f"{stop} of the mapped cache; take what `map_context`'s map has"
+        )
+    if min(native_head, stop):
+        _check_head("mapped", mapped)
     clock = clock or LapClock(target.device)
     token_ids = token_ids.to(target.device)
     if room is None:
@@ -201,19 +209,24 @@ def map_middle(
     return replace(middle, keys=mapped.keys, values=mapped.values)
 
 
-def _check_head(source_cache: KVCache) -> None:
+def _check_head(what: str, cache: KVCache) -> None:
     """Check that the target can prefill the first tokens: they are text and stand at 0."""
-    start = int(source_cache.positions[:, 0].max())
-    padded = source_cache.mask is not None and not bool(source_cache.mask.all())
+    start = int(cache.positions[:, 0].abs().max())
+    padded = cache.mask is not None and not bool(cache.mask.all())
     if padded or start:
         found = "is padded" if padded else f"begins at position {start}"
         raise UsageError(
-            f"the source's cache {found}, but this map has the target prefill the first tokens; "
+            f"the {what} cache {found}, but this map has the target prefill the first tokens; "
             "hand over unpadded contexts from position 0, or fit with `--native-head 0`"
         )
 
 
 def _check_tokens(what: str, cache: KVCache, token_ids: Tensor, stop: int, remedy: str) -> None:
+    if token_ids.dim() != 2 or token_ids.shape[0] != cache.positions.shape[0]:
+        raise UsageError(
+            f"found tokens {list(token_ids.shape)}, expected [{cache.positions.shape[0]}, tokens] "
+            f"as of the {what}"
+        )
     known = cache.token_ids
     if known is not None and not torch.equal(known[:, :stop].cpu(), token_ids[:, :stop].cpu()):
         raise UsageError(f"the {what} was made from other tokens than this context; {remedy} again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvmap.errors import UsageError
@@ -128,6 +129,17 @@ def one_of(name: str, text: str | None, *known: str) -> str | None:
 
 def _asked(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+def refuse_inputs(output: Path | None, *read: Path | None) -> None:
+    """Refuse to write over a file that the command reads, even by force.
+
+    Raises:
+        UsageError: It is one of them.
+    """
+    for path in filter(None, read):
+        if output is not None and path.resolve() == output.resolve():
+            raise UsageError(f"{output}: is what is read; choose another path with --output")
 
 
 def between(name: str, value: int | None, least: int, most: int) -> int | None:

@@ -7,6 +7,7 @@ import typer
 
 from kvmap.cli import inputs, options
 from kvmap.cli.output import Output, amount
+from kvmap.errors import UsageError
 
 EXAMPLES = (
     "kvmap lowest m-l.map -o m-l.lowest",
@@ -35,12 +36,18 @@ def run(
     from kvmap.pair import Loading
 
     out = Output(as_json, quiet)
+    inputs.refuse_inputs(output, cmap)
     refuse_overwrite(output, force)
     loaded = CacheMap.load(cmap)
     loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     target = loading.open(target_model or loaded.target.name)
     check_pair(loaded, None, target)
     count = loaded.options.read_layers
+    if not count:
+        raise UsageError(
+            f"{cmap}: reads none of its target's layers, so there is nothing to keep; "
+            "`CacheMap.apply` maps without the target"
+        )
     save_lowest(target, count, output)
     size, whole = output.stat().st_size, target.model.get_memory_footprint()
     out.note(

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Output:
     def note(self, text: str) -> None:
         """Tell people something that is not data."""
         if not self.quiet:
-            print(text, file=sys.stderr)
+            _say(text)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -76,7 +76,13 @@ class Output:
 
 def complain(sentence: str) -> None:
     """Say why a command stopped."""
-    print(f"Error: {sentence}", file=sys.stderr)
+    _say(f"Error: {sentence}")
+
+
+def _say(text: str) -> None:
+    """Write to stderr; that nobody can read it changes neither the work nor how it ends."""
+    with suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -36,7 +36,7 @@ Lowest = Annotated[
     typer.Option(
         "--lowest",
         metavar="LOWEST",
-        help="What `kvmap lowest` made: map without the target, which finishes elsewhere.",
+        help="What `kvmap lowest` made: map without the target, whose part is done elsewhere.",
     ),
 ]
 Generate = Annotated[
@@ -84,6 +84,11 @@ def run(
     if lowest is not None:
         whole = {"--generate": generate, "--target": target_model}
         ignored.refuse(whole, whole, "is of the whole target, --lowest of a part; leave one out")
+    if cache is not None and not compare:
+        ignored.refuse(
+            {"--source": source_model}, ["--source"], "is not run where --cache is given"
+        )
+    inputs.refuse_inputs(output, cmap, cache, lowest, prompt_file, messages)
     if output is not None:
         refuse_overwrite(output, force)
     if prompt_file is not None:
@@ -91,18 +96,19 @@ def run(
     loaded = CacheMap.load(cmap)
     _check_evidence(out, cmap, require_evidence)
     loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    source = None
+    source = target = None
+    if lowest is not None:
+        target = load_lowest(lowest, loading.device, loading.dtype, loaded.target)
     if cache is None or compare:
         source = loading.open(source_model or loaded.source.name)
-    if lowest is None:
-        reader = target = loading.open(target_model or loaded.target.name)
-    else:
-        reader, target = source, load_lowest(lowest, loading.device, loading.dtype)
+    target = target or loading.open(target_model or loaded.target.name)
+    reader = target if lowest is None else source
     token_ids, source_cache = _context(reader, loaded, prompt, messages, cache)
     for model in filter(None, (source, target)):
         require_room(model, token_ids.shape[1] + (generate or 0))
     made = _hand_over(loaded, source, target, token_ids, source_cache, generate, compare)
-    made["cache"] = None if output is None else _save(output, made.pop("kv"), target)
+    head = made.get("native_head")
+    made["cache"] = None if output is None else _save(output, made.pop("kv"), target, head)
     made.pop("kv", None)
     out.note(_summary(made))
     out.document({"map": str(cmap), **made}, lambda: _text(made))
@@ -191,18 +197,26 @@ def _map_alone(cmap, source, lowest, token_ids, source_cache) -> dict[str, Any]:
         source_cache, _ = prefill(source, token_ids)
     clock = LapClock(lowest.device)
     mapped = map_context(cmap, lowest, source_cache, token_ids, clock)
-    sizes = {"tokens": mapped.tokens, "bytes": mapped.bytes}
-    return {"outcome": "mapped", "seconds": clock.seconds, "kv": mapped, **sizes}
+    return {
+        "outcome": "mapped",
+        "tokens": mapped.tokens,
+        "native_head": cmap.options.native_head,
+        "seconds": clock.seconds,
+        "kv": mapped,
+        "bytes": mapped.bytes,
+    }
 
 
-def _save(path: Path, cache, target) -> str:
+def _save(path: Path, cache, target, native_head: int | None) -> str:
     from kvmap.cache import save
 
-    return str(save(cache, path, target.signature))
+    return str(save(cache, path, target.signature, native_head))
 
 
 def _summary(made: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in made["seconds"].items())
+    if not made["tokens"]:
+        return "nothing to map: the context is no longer than head and tail, which the target runs"
     return f"{made['outcome']}: {made['tokens']} tokens, {amount(made['bytes'])}; {parts}"
 
 

@@ -107,7 +107,8 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
         UsageError: No such dtype.
     """
     if dtype == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
+        here = pick_device() if device == "spread" else device
+        return torch.float32 if here.startswith("cpu") else torch.bfloat16
     if dtype not in DTYPES:
         raise UsageError(f"no dtype {dtype!r}; expected auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import operator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from kvmap import artifacts, header
 from kvmap.errors import UsageError
 from kvmap.geometry import Signature
-from kvmap.models.load import LoadedModel, pick_device, pick_dtype, shape_of
+from kvmap.models.load import LoadedModel, config_digest, pick_device, pick_dtype, shape_of
 from kvmap.models.run import lowest_layers
 
 KIND = "lowest"
@@ -43,6 +44,15 @@ def save_lowest(target: LoadedModel, count: int, path: Path | str) -> Path:
             f"found {count} lowest layers of {target.signature.name} to keep, expected 1 to "
             f"{layers}; a map that reads none is applied without the target"
         )
+    config = json.loads(target.model.config.to_json_string(use_diff=False))
+    with suppress(Exception):  # whatever a checkpoint's own code does to its config
+        same = False
+        _, same = _config(config, target.signature)
+    if not same:
+        raise UsageError(
+            f"{target.signature.name}: its config takes code of its own, which a file of its "
+            "lowest layers would lack; map with the whole target"
+        )
     try:
         read = _read_in_pass(target, count)
     except _Absent as error:
@@ -50,25 +60,37 @@ def save_lowest(target: LoadedModel, count: int, path: Path | str) -> Path:
             f"{target.signature.name}: the weights of {error} are not in memory; "
             "load it with --device cpu"
         ) from error
-    config = json.loads(target.model.config.to_json_string(use_diff=False))
     metadata = {"model": target.signature.to_json(), "layers": count, "config": config}
     return artifacts.write(path, KIND, read, metadata)
 
 
-def load_lowest(path: Path | str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+def load_lowest(
+    path: Path | str,
+    device: str = "auto",
+    dtype: str = "auto",
+    expected: Signature | None = None,
+) -> LoadedModel:
     """Read lowest layers as a model without tokenizer, of the whole model's signature.
 
     Args:
         device: As `load` takes it; nothing is spread.
+        expected: Of the map's target.
 
     Raises:
-        UsageError: The file is no sound artifact of this kind.
+        UsageError: The file is no sound artifact of this kind, or of another model.
     """
     artifact = artifacts.open_artifact(path, KIND)
     place = pick_device("auto" if device == "spread" else device)
     with header.sound(path, KIND):
         signature = Signature.from_json(artifact.metadata["model"])
         count = operator.index(artifact.metadata["layers"])
+        alike = lambda one: (one.digest, one.geometry)  # noqa: E731
+        if expected is not None and alike(expected) != alike(signature):
+            raise UsageError(
+                f"{path}: holds the lowest layers of {signature.name} (digest "
+                f"{signature.digest[:12]}), expected those of the map's target {expected.name} "
+                f"(digest {expected.digest[:12]}); run `kvmap lowest` on this map"
+            )
         model = _shell(path, dict(artifact.metadata["config"]), signature, pick_dtype(dtype, place))
     _fill(model, artifact, place)
     loaded = LoadedModel(model, None, signature, count)
@@ -76,6 +98,9 @@ def load_lowest(path: Path | str, device: str = "auto", dtype: str = "auto") -> 
         _read_in_pass(loaded, count)
     except _Absent as error:
         raise header.unusable(path, f"lacks the weights of {error}", KIND) from error
+    except Exception as error:  # whatever somebody's weights break
+        problem = f"its layers cannot be run ({type(error).__name__})"
+        raise header.unusable(path, problem, KIND) from error
     return loaded
 
 
@@ -129,13 +154,10 @@ def _held(module: nn.Module, inside: bool) -> dict[str, Tensor]:
 
 def _shell(path: Path | str, fields: Any, signature: Signature, dtype: torch.dtype) -> nn.Module:
     """Return the model that a config describes, without weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    fields.pop("dtype", None)
     try:
-        config = AutoConfig.for_model(**fields)
-        shape = shape_of(config.get_text_config(decoder=True))
-        same = shape == replace(signature.geometry, rope=())
+        config, same = _config(fields, signature)
         if same:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(
@@ -149,16 +171,30 @@ def _shell(path: Path | str, fields: Any, signature: Signature, dtype: torch.dty
     return model.requires_grad_(False).eval()
 
 
+def _config(fields: dict[str, Any], signature: Signature) -> tuple[Any, bool]:
+    """Return the config that fields describe, and whether it is that of the signature's model."""
+    from transformers import AutoConfig
+
+    # How a model computes is for those who run it to say, and one way loads code from the hub.
+    own = {k: v for k, v in fields.items() if k != "dtype" and not k.endswith("_implementation")}
+    config = AutoConfig.for_model(**own)
+    shape = shape_of(config.get_text_config(decoder=True))
+    digest = config_digest(config.get_text_config(decoder=True))
+    same = shape == replace(signature.geometry, rope=()) and digest == signature.config_digest
+    return config, same
+
+
 def _fill(model: nn.Module, artifact: artifacts.Artifact, device: str) -> None:
     """Put a file's weights in their places, in the model's dtype; buffers keep their own."""
     weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name in artifact.names():
         held = weights.get(name, buffers.get(name))
-        if held is None or held.shape != artifact.shape(name):
-            raise header.unusable(
-                artifact.path, f"{name!r} is no weight of its model, or of another shape", KIND
-            )
-        tensor = artifact.tensor(name).to(device)
+        tensor = artifact.tensor(name)
+        kind = None if held is None else (held.shape, held.is_floating_point())
+        if kind != (tensor.shape, tensor.is_floating_point()):
+            problem = f"{name!r} is no weight of its model, or of another shape or type"
+            raise header.unusable(artifact.path, problem, KIND)
+        tensor = tensor.to(device)
         if name in weights:
             tensor = nn.Parameter(tensor.to(held.dtype), requires_grad=False)
         owner, _, leaf = name.rpartition(".")
