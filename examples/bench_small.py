@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvmap.bench.clock import Clock, timings
-from kvmap.bench.shapes import near_layers
 from kvmap.cache import KVCache
 from kvmap.calibration_files import empty_moments
+from kvmap.chosen import near_layers
 from kvmap.columns import KINDS, Block, entry_sides
 from kvmap.fit import Splits, with_assignment
 from kvmap.fit.closed_form import fit_closed_form

@@ -5,7 +5,8 @@
 Prints one JSON line per stage: bytes planned, bytes measured, and measured over planned. Two
 models of random weights and the given cache shape are built, 16 sequences read. Measured is the
 peak of the process's resident memory (Linux) beside what it held when the stage began: kvmap
-loaded, each stage run once on small models, its own models and the cache to be mapped in memory.
+loaded, each stage run once on small models, and what the stage is given. It needs memory to
+spare: pages of files that the system takes back are not seen.
 """
 
 import argparse
@@ -16,25 +17,35 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig
 
-from kvmap import fit
-from kvmap.bench.shapes import random_map, random_model
+from kvmap import fit, models, pipeline
+from kvmap.bench.shapes import config_of, random_map, random_model
 from kvmap.calibration import Calibration
 from kvmap.collect import CollectOptions, collect
-from kvmap.footprint import collect_bytes, fit_bytes, use_bytes
+from kvmap.fit.job import weighted
+from kvmap.fit_stages import FitSize, stages
+from kvmap.footprint import collect_bytes, use_bytes
 from kvmap.mapping import CacheMap
-from kvmap.models import prefill
-from kvmap.pipeline import fit_map
+from kvmap.models.load import shape_of
+from kvmap.pair import Loading
 from kvmap.plan import moments_bytes
+from kvmap.plan_fit import model_size
 
-STAGES = ("collect", "fit", "map")
 SEQUENCES = 16
 CPU = torch.device("cpu")
 KEPT = CollectOptions(stride=1, heads="all", joint=True)
+MATCHED = replace(KEPT, heads="matched")
+# Steps after which a polish takes no more.
+STEPS = 4
+
+Stage = tuple[int, int]
 
 
 def status(name: str) -> int:
@@ -55,53 +66,115 @@ def peak(run: Callable[[], object]) -> int:
     return found
 
 
-def models(folder: Path, asked: argparse.Namespace, layers: int):
-    """Build a source and a target with random weights."""
-    width = asked.heads * asked.size
-    for seed, name in enumerate(("source", "target")):
-        LlamaConfig(
-            num_hidden_layers=layers,
-            num_attention_heads=asked.heads,
-            num_key_value_heads=asked.heads,
-            head_dim=asked.size,
-            hidden_size=width,
-            intermediate_size=width,
-            vocab_size=256,
-            max_position_embeddings=8192,
-        ).save_pretrained(folder / name)
-        yield random_model(str(folder / name), CPU, torch.float32, seed=seed)
+class Pair:
+    """Two models of random weights in a folder, each built when asked for."""
+
+    def __init__(self, folder: Path, asked: argparse.Namespace, layers: int) -> None:
+        """Write their configs."""
+        self.folder, self.layers, self.length = folder, layers, asked.length
+        width = asked.heads * asked.size
+        names = [str(folder / name) for name in ("source", "target")]
+        for name in names:
+            LlamaConfig(
+                num_hidden_layers=layers,
+                num_attention_heads=2 * asked.heads,
+                num_key_value_heads=asked.heads,
+                head_dim=asked.size,
+                hidden_size=width,
+                intermediate_size=width,
+                vocab_size=asked.vocabulary,
+                max_position_embeddings=8192,
+                tie_word_embeddings=True,
+            ).save_pretrained(name)
+        self.openers = tuple(
+            partial(random_model, name, CPU, torch.float32, seed=seed)
+            for seed, name in enumerate(names)
+        )
+        configs = [config_of(name) for name in names]
+        self.shapes = tuple(map(shape_of, configs))
+        self.sizes = tuple(model_size(config, Loading("cpu", "float32")) for config in configs)
+
+    def collected(self, options: CollectOptions) -> Calibration:
+        """Collect from both, anew."""
+        ids = torch.randint(256, (SEQUENCES, self.length))
+        path = self.folder / f"{self.layers}.calib"
+        return collect(self.openers, ids, path, options, {}, force=True)
+
+    def job(self, recipe: fit.Recipe, options: CollectOptions) -> fit.Job:
+        """Return a fit to do, of a calibration that is made for it."""
+        made = replace(recipe, options=fit.with_assignment(recipe.options, *self.shapes))
+        # Others for each layer, and apart: none is a view of the moments, or serves two.
+        count = len(range(0, self.layers, 2))
+        rows = [row for row in combinations(range(self.layers), count) if row[-1] - row[0] >= count]
+        chosen = [(rows or [(0,)])[at % max(len(rows), 1)] for at in range(self.layers)]
+        return fit.Job(self.collected(options), tuple(chosen), made, self.openers, lambda *_: None)
+
+    def planned(self, job: fit.Job, options: CollectOptions) -> dict[str, int]:
+        """Return the bytes that each stage of a fit would take."""
+        moments = moments_bytes(*self.shapes, options.heads, options.joint)
+        grid, k = (SEQUENCES, self.length), len(job.layers[0])
+        size = FitSize(job.recipe, k, self.shapes, self.sizes, grid, options, moments, 4)
+        return {row["stage"]: row["peak_bytes"] for row in stages(size, rate=1.0)}
 
 
-def layers_apart(count: int) -> tuple[tuple[int, ...], ...]:
-    """Return every other source layer for each target layer: nothing can be a view."""
-    return (tuple(range(0, count, 2)),) * count
+def collecting(pair: Pair, options: CollectOptions) -> Stage:
+    """Return the bytes planned and measured of a collection."""
+    sides = ((s, size.parameters) for s, size in zip(pair.shapes, pair.sizes, strict=True))
+    planned = collect_bytes(tuple(sides), (SEQUENCES, pair.length), options, 4)
+    return planned, peak(lambda: pair.collected(options))
 
 
-def run_stage(stage: str, folder: Path, asked: argparse.Namespace, layers: int) -> tuple[int, int]:
-    """Return the bytes planned and measured of one stage."""
-    pair = tuple(models(folder, asked, layers))
-    shapes = tuple(model.signature.geometry for model in pair)
-    path, chosen = folder / f"{layers}.calib", layers_apart(layers)
-    recipe = fit.recipe("kvmap")
-    if stage == "collect":
-        ids = torch.randint(256, (SEQUENCES, asked.length))
-        openers = tuple(lambda model=model: model for model in pair)
-        # The models are there already, and no part of the peak.
-        planned = collect_bytes(tuple((s, 0) for s in shapes), ids.shape, KEPT, 4)
-        return planned, peak(lambda: collect(openers, ids, path, KEPT, {}))
-    if stage == "fit":
-        opened = Calibration.open(path)
-        moments = moments_bytes(*shapes, KEPT.heads, KEPT.joint)
-        planned = fit_bytes(recipe.options, len(chosen[0]), *shapes, moments)
-        return planned, peak(lambda: fit_map(opened, chosen, recipe, lambda *_: None))
-    whole = fit.recipe("paper")
-    cmap = random_map(tuple(m.signature for m in pair), whole, CPU, torch.float32)
-    cmap.save(folder / "map")
-    cache = prefill(pair[0], torch.randint(256, (1, 2048)))[0]
-    planned = use_bytes(whole, len(cmap.layers[0].source_layers), *shapes)
-    planned += cache.tokens * shapes[1].kv_bytes_per_token(4)
+def fitting(pair: Pair) -> Stage:
+    """Return those of the closed form: all heads, joint."""
+    job = pair.job(fit.recipe("kvmap"), KEPT)
+    return pair.planned(job, KEPT)["closed form"], peak(lambda: fit.METHODS["closed-form"](job))
+
+
+def weighting(pair: Pair) -> Stage:
+    """Return those of the moments of weighted rows."""
+    job = pair.job(replace(fit.recipe("kvmap-matched"), weights="attention"), MATCHED)
+    return pair.planned(job, MATCHED)["row weights"], peak(lambda: weighted(job))
+
+
+def bending(pair: Pair) -> Stage:
+    """Return those of the closed form and networks beside it."""
+    job = pair.job(replace(fit.recipe("kvmap-matched"), method="residual"), MATCHED)
+    return max(pair.planned(job, MATCHED).values()), peak(lambda: fit.METHODS["residual"](job))
+
+
+def polishing(pair: Pair, name: str, options: CollectOptions) -> Stage:
+    """Return those of a polish, whose map is there already."""
+    job = pair.job(replace(fit.recipe(name), polish=STEPS), options)
+    layers, _ = fit.METHODS["closed-form"](job)
+    cmap = CacheMap(job.calibration.source, job.calibration.target, layers, job.recipe.options)
+    job.calibration.drop_moments()
+    planned = pair.planned(job, options)["polish"] - 4 * cmap.parameters
+    return planned, peak(lambda: pipeline.polished(job, cmap))
+
+
+def mapping(pair: Pair) -> Stage:
+    """Return those of loading a map and mapping a cache that is there."""
+    recipe = fit.recipe("paper")
+    loaded = [opener() for opener in pair.openers]
+    cmap = random_map(tuple(one.signature for one in loaded), recipe, CPU, torch.float32)
+    cmap.save(pair.folder / "map")
+    cache = models.prefill(loaded[0], torch.randint(256, (1, 2048)))[0]
+    planned = use_bytes(recipe, len(cmap.layers[0].source_layers), *pair.shapes)
+    planned += cache.tokens * pair.shapes[1].kv_bytes_per_token(4)
     del cmap
-    return planned, peak(lambda: CacheMap.load(folder / "map").apply(cache))
+    return planned, peak(lambda: CacheMap.load(pair.folder / "map").apply(cache))
+
+
+STAGES = {
+    "collect": partial(collecting, options=KEPT),
+    "collect --no-moments": partial(collecting, options=replace(KEPT, moments=False)),
+    "fit": fitting,
+    "row weights": weighting,
+    "networks": bending,
+    "polish, all heads": partial(polishing, name="kvmap-max", options=KEPT),
+    "polish, matched heads": partial(polishing, name="kvmap-matched", options=MATCHED),
+    "map": mapping,
+}
 
 
 def main() -> None:
@@ -109,17 +182,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, value in (("layers", 6), ("heads", 4), ("size", 64), ("length", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--vocabulary", type=int, default=49152)
+    parser.add_argument("--only", choices=STAGES, nargs="*", default=list(STAGES))
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.stage is None:
         with tempfile.TemporaryDirectory() as folder:
-            for stage in STAGES:
+            for stage in asked.only:
                 command = [sys.executable, __file__, *sys.argv[1:], "--stage", stage]
                 subprocess.run([*command, "--folder", folder], check=True)
         return
-    run_stage(asked.stage, asked.folder, asked, 2)
-    planned, measured = run_stage(asked.stage, asked.folder, asked, asked.layers)
+    small = argparse.Namespace(**vars(asked) | {"vocabulary": 256})
+    STAGES[asked.stage](Pair(asked.folder, small, 2))
+    planned, measured = STAGES[asked.stage](Pair(asked.folder, asked, asked.layers))
     row = {"stage": asked.stage, "planned_bytes": planned, "measured_bytes": measured}
     print(json.dumps(row | {"ratio": round(measured / planned, 3)}), flush=True)
 

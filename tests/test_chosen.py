@@ -1,11 +1,12 @@
 """Which blocks are kept for a choice of layers, and that the runs hold the fewest numbers."""
 
 import itertools
+import random
 
 import pytest
 from entries import geometry
 
-from kvmap.chosen import chosen_groups
+from kvmap.chosen import chosen_groups, groups_apart, near_layers
 from kvmap.columns import groups, head_sizes
 from kvmap.map_options import MapOptions, input_blocks
 from kvmap.plan import moments_bytes
@@ -59,6 +60,21 @@ def test_runs_hold_the_fewest_numbers(layers):
     ways = [ends for n in range(5) for ends in itertools.combinations(range(1, 5), n)]
     fewest = min(numbers(cut(ends)) for ends in ways)
     assert numbers(chosen_groups((whole,), layers, SIZES)) == fewest < numbers((whole,))
+
+
+@pytest.mark.parametrize("layers", CHOICES[1:], ids=str)
+def test_no_choice_of_as_many_layers_takes_more_than_layers_apart(layers):
+    found = groups(SOURCE, TARGET, "matched", True)
+    most = numbers(groups_apart(found, layers))
+    drawn = random.Random(0)
+    for _ in range(50):
+        choice = tuple(tuple(sorted(drawn.sample(range(6), len(row)))) for row in layers)
+        assert numbers(chosen_groups(found, choice, SIZES)) <= most
+
+
+def test_near_layers_are_neighbours_at_the_same_depth():
+    near = [near_layers(at, 5, 6, 3) for at in range(5)]
+    assert near == [(0, 1, 2), (0, 1, 2), (1, 2, 3), (3, 4, 5), (3, 4, 5)]
 
 
 def test_plan_counts_chosen_blocks_only():

@@ -276,6 +276,11 @@ def test_a_reader_that_leaves_is_no_error():
     assert ended.stderr == ""
 
 
+def test_a_device_that_is_not_here_is_refused_where_no_model_is_run(kvmap_run):
+    code, _, error = kvmap_run("fit", "x.calib", "--device", "tpu:7")
+    assert (code, "no device 'tpu:7' here" in error) == (2, True)
+
+
 def test_a_reader_that_never_came_is_no_error():
     environment = {**os.environ, "PYTHONPATH": str(Path(kvmap.__file__).parents[1])}
     read, write = os.pipe()

@@ -18,7 +18,7 @@ OPTIONS = PolishOptions(steps=12, batch=4, continuation=8, every=4, rate=2e-2)
 
 @pytest.fixture(scope="module", params=["all", "matched", "low rank"])
 def start(request, pair, calibration):
-    """Return a pair, a map that too large a penalty has spoilt, sequences and moments."""
+    """Return a pair, a map that too large a penalty has spoilt, sequences and coordinates."""
     recipe = fit.recipe("kvmap")
     heads = "all" if request.param == "low rank" else request.param
     options = dataclasses.replace(recipe.options, heads=heads)
@@ -33,7 +33,7 @@ def start(request, pair, calibration):
         cmap = reduce_rank(cmap, splits, 24)
         assert cmap.layers[1].shared
     sequences = tuple(found.token_ids(split) for split in ("train", "held_out"))
-    return pair("twin_llama"), cmap, sequences, splits
+    return pair("twin_llama"), cmap, sequences, Coordinates.of(cmap, splits)
 
 
 def test_the_differentiable_map_is_the_map(start):
@@ -49,9 +49,40 @@ def test_the_differentiable_map_is_the_map(start):
         torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_autograd_keeps_each_part_of_the_inputs_once(start):
+    """Not joined, which would be a copy for the keys and one for the values of every layer."""
+    models, cmap, sequences, _ = start
+    given = continuation.lesson(models, sequences[1], 8, cmap.options.native_head)
+    own = given.native.slice(given.head, given.native.tokens)
+    live = cmap.each(lambda _, part: part.each(lambda t: t.clone().requires_grad_()))
+    weights = {
+        t.untyped_storage().data_ptr() for part in live.layers[1:] for t in part.tensors().values()
+    }
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        continuation.map_with_gradient(live, given.source, own, given.before)
+    joined = sum(
+        4 * part.of(kind).weight[..., 0].numel()
+        for part in live.layers[1:]
+        for kind in ("key", "value")
+    )
+    joined *= own.positions.numel()
+    assert 0 < sum(size for at, size in kept.items() if at not in weights) < joined / 2
+
+
+def test_keys_and_values_that_read_the_same_have_one_factor(start):
+    frames = start[3].frames
+    assert frames[1, "key"].whiten is frames[1, "value"].whiten
+    assert frames[1, "key"].whiten is not frames[2, "key"].whiten
+
+
 def test_white_coordinates_stand_for_the_same_map(start):
-    _, cmap, _, splits = start
-    coordinates = Coordinates.of(cmap, splits)
+    _, cmap, _, coordinates = start
     leaves = {name: leaf for name, (leaf, _) in coordinates.leaves(cmap).items()}
     back = coordinates.cmap(cmap, leaves)
     for layer, other in zip(cmap.layers, back.layers, strict=True):
@@ -63,8 +94,8 @@ def test_white_coordinates_stand_for_the_same_map(start):
 
 
 def test_polish_lowers_the_held_out_divergence(start, tmp_path):
-    models, cmap, sequences, splits = start
-    made = polish(cmap, models, sequences, splits, OPTIONS)
+    models, cmap, sequences, coordinates = start
+    made = polish(cmap, models, sequences, coordinates, OPTIONS)
     # What a low rank leaves out is out of reach.
     share = 0.98 if cmap.layers[1].shared else 0.95
     assert min(made.history.values()) < share * made.history[0]
@@ -77,15 +108,15 @@ def test_polish_lowers_the_held_out_divergence(start, tmp_path):
 
 
 def test_a_map_that_polish_does_not_help_comes_back_unchanged(start):
-    models, cmap, sequences, splits = start
+    models, cmap, sequences, coordinates = start
     wild = dataclasses.replace(OPTIONS, rate=100.0)
-    made = polish(cmap, models, sequences, splits, wild)
+    made = polish(cmap, models, sequences, coordinates, wild)
     assert torch.equal(made.cmap.layers[1].key.weight, cmap.layers[1].key.weight)
 
 
 def test_an_interrupted_polish_ends_as_an_uninterrupted_one(start, tmp_path):
-    models, cmap, sequences, splits = start
-    whole = polish(cmap, models, sequences, splits, OPTIONS)
+    models, cmap, sequences, coordinates = start
+    whole = polish(cmap, models, sequences, coordinates, OPTIONS)
     path = tmp_path / "polish.safetensors"
 
     def stop(step, done, total):
@@ -93,11 +124,17 @@ def test_an_interrupted_polish_ends_as_an_uninterrupted_one(start, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        polish(cmap, models, sequences, splits, OPTIONS, path, stop)
+        polish(cmap, models, sequences, coordinates, OPTIONS, path, stop)
     assert path.exists()
     seen = []
     resumed = polish(
-        cmap, models, sequences, splits, OPTIONS, path, lambda step, done, total: seen.append(done)
+        cmap,
+        models,
+        sequences,
+        coordinates,
+        OPTIONS,
+        path,
+        lambda step, done, total: seen.append(done),
     )
     assert seen[0] == 5
     assert resumed.history == whole.history
@@ -107,12 +144,18 @@ def test_an_interrupted_polish_ends_as_an_uninterrupted_one(start, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_taken_up(start, tmp_path):
-    models, cmap, sequences, splits = start
+    models, cmap, sequences, coordinates = start
     path = tmp_path / "polish.safetensors"
     path.write_bytes(b"half a file")
     seen = []
     polish(
-        cmap, models, sequences, splits, OPTIONS, path, lambda step, done, total: seen.append(done)
+        cmap,
+        models,
+        sequences,
+        coordinates,
+        OPTIONS,
+        path,
+        lambda step, done, total: seen.append(done),
     )
     assert seen[0] == 1
     assert not path.exists()

@@ -170,12 +170,51 @@ def test_a_free_k_is_what_fits(little_room, planted_paths, monkeypatch, tmp_path
         two_passes(names, text, RECIPE, said, stride=1)
 
 
-def test_layers_are_not_chosen_greedily_in_two_passes(little_room, planted_paths, tmp_path):
+def test_plan_says_both_passes_of_the_default_recipe(little_room, kvmap_run, planted_paths):
+    code, text, _ = kvmap_run("plan", *planted_paths("twin_llama"))
+    assert code == 0
+    assert text.count("collect 64 sequences") == 1
+    assert text.count("collect 500 sequences") == 2  # one of what `kvmap collect` keeps
+
+
+def test_two_passes_are_planned_for_the_largest_k_that_fits(little_room, kvmap_run, planted_paths):
+    asked = ("fit", *planted_paths("twin_llama"), "--recipe", "paper", "--no-joint", "-n", "--json")
+    ks = [json.loads(kvmap_run(*asked, "-k", k)[1])["second_pass"]["k"] for k in (2, "auto")]
+    assert ks == [2, 1]
+    assert json.loads(kvmap_run(*asked, "-k", 2)[1])["second_pass"]["too_large"]
+
+
+def test_layers_that_are_given_take_no_sample(
+    little_room, kvmap_run, planted_paths, monkeypatch, tmp_path
+):
+    """Neither in the plan nor in what is said of the run."""
+    monkeypatch.setattr(plan, "SAMPLE", 8)
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "cache"))
+    names = tuple(map(str, planted_paths("twin_llama")))
+    text, said = write_text(tmp_path / "text.jsonl"), []
+    recipe = dataclasses.replace(RECIPE, k=1)
+    report = two_passes(names, text, recipe, said)
+    asked = ("fit", *names, "--layers", report.layers_path, "--recipe", "paper", "--no-joint")
+    found = json.loads(kvmap_run(*asked, "-n", "--json")[1])
+    assert "first_pass" not in found
+    assert found["fit"]["k"] == 1
+    request = pair.FitRequest(recipe, layers=report.layers_path)
+    kept, texts = CollectOptions(stride=2, joint=False), dataclasses.replace(TEXT, dataset=text)
+    pair.fit_pair(names, texts, kept, request, LOADING, note=said.append)
+    assert len(said) == 1
+
+
+def test_layers_are_not_chosen_greedily_in_two_passes(
+    little_room, kvmap_run, planted_paths, tmp_path
+):
     names = tuple(map(str, planted_paths("twin_llama")))
     texts = dataclasses.replace(TEXT, dataset=write_text(tmp_path / "text.jsonl"))
     request = pair.FitRequest(RECIPE, "greedy")
     with pytest.raises(UsageError, match="--method greedy tries layers together"):
         pair.fit_pair(names, texts, CollectOptions(joint=False), request, LOADING)
+    code, _, error = kvmap_run("fit", *names, "--method", "greedy", "--dry-run")
+    assert code == 2
+    assert "--method greedy tries layers together" in error
 
 
 def test_a_dry_run_says_that_there_are_two_passes(little_room, kvmap_run, planted_paths):
@@ -185,8 +224,16 @@ def test_a_dry_run_says_that_there_are_two_passes(little_room, kvmap_run, plante
     assert code == 0
     assert "in two passes, since the moments of all heads would take" in text
     assert "collect 64 sequences of 1024 tokens, one token in 4 kept, moments of matched" in text
+    assert "collect 100 sequences of 1024 tokens, one token in 4 kept, moments of all" in text
     found = json.loads(kvmap_run(*asked, "--json")[1])
-    assert found["first_pass"]["moments_bytes"] < found["collect"]["moments_bytes"]
+    first, second = found["first_pass"], found["second_pass"]
+    assert first["moments_bytes"] < found["collect"]["moments_bytes"]
+    assert second["moments_bytes"] <= second["apart_moments_bytes"]
+    assert second["apart_moments_bytes"] - second["moments_bytes"] == (
+        second["apart_peak_bytes"] - second["peak_bytes"]
+    )
+    assert first["seconds"] < second["seconds"]
+    assert found["fit"]["k"] == second["k"]
     code, _, error = kvmap_run("collect", *names, "--heads", "all", "--sequences", "9", "-n")
     assert (code, error) == (0, "")
 
@@ -280,10 +327,10 @@ def test_automatic_k_takes_all_layers_where_all_are_needed():
 
 def test_automatic_k_leaves_rows_enough_for_every_input():
     """Three layers joint are 48 inputs, one is 16: at four rows each, 100 rows allow one."""
-    data = Splits(moments(related(100)), moments(related(300, seed=1)), SOURCE, TARGET)
-    assert pipeline.auto_counts(data, MapOptions(joint=True)) == [1]
-    data = Splits(moments(related(1000)), moments(related(300, seed=1)), SOURCE, TARGET)
-    assert pipeline.auto_counts(data, MapOptions(joint=True)) == [1, 2, 3]
+    counts = lambda *given: pipeline.auto_counts(MapOptions(joint=True), (SOURCE, TARGET), *given)  # noqa: E731
+    assert counts(100) == [1]
+    assert counts(1000) == [1, 2, 3]
+    assert counts(1000, 2) == [1, 2]
 
 
 @pytest.mark.parametrize("recipe", ["paper", "kvmap"])

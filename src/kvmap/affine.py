@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
@@ -36,13 +37,20 @@ class Affine:
             return self.bias[0], *(factor[0] for factor in factors)
         return self.bias[:, None], *factors
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return y [..., G, T, q] for inputs x [..., G, T, p]."""
-        y = x @ self.weight
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Return y [..., G, T, q] for inputs x [..., G, T, p], whole or in parts along p.
+
+        Parts are not joined: autograd keeps them as they are, and not a copy for each that
+        reads them.
+        """
+        rows = self.weight.split([x.shape[-1] for x in inputs], dim=1)
+        y, *others = (x @ (w[0] if len(w) == 1 else w) for x, w in zip(inputs, rows, strict=True))
+        for other in others:
+            y = y + other
         if self.up is not None:
             y = y @ self.up
         y = y + self.bias[:, None]
-        return y + self.bent(x) if self.network else y
+        return y + self.bent(torch.cat(inputs, dim=-1)) if self.network else y
 
     def bent(self, x: Tensor) -> Tensor:
         """Return what the network adds."""

@@ -103,6 +103,11 @@ class Calibration:
             return self._moments_from_dump(self.index["options"]["native_head"])
         return self._load_moments()
 
+    def drop_moments(self) -> None:
+        """Let go of the moments, where they are in memory; they are read again when asked for."""
+        for name in ("_moments", "_moments_with_head"):
+            self.__dict__.pop(name, None)
+
     def _load_moments(self) -> dict[str, Moments]:
         path = self.path / MOMENTS
         made, metadata = load_moments(path)

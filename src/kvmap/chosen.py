@@ -14,6 +14,13 @@ from kvmap.columns import Block, Group
 Layers = tuple[tuple[int, ...], ...]
 
 
+def near_layers(index: int, target_layers: int, source_layers: int, k: int) -> tuple[int, ...]:
+    """Return k source layers about the one at the same relative depth."""
+    middle = round(index * (source_layers - 1) / max(target_layers - 1, 1))
+    start = min(max(middle - k // 2, 0), source_layers - k)
+    return tuple(range(start, start + k))
+
+
 def chosen_groups(
     groups: tuple[Group, ...], layers: Layers, sizes: dict[str, int]
 ) -> tuple[Group, ...]:
@@ -27,6 +34,22 @@ def chosen_groups(
     return tuple(part for group in groups for part in _parts(group, layers, sizes))
 
 
+def groups_apart(groups: tuple[Group, ...], layers: Layers) -> tuple[Group, ...]:
+    """Return a group for each target layer alone: the most that a choice of as many takes."""
+    return tuple(
+        Group(f"{group.name}.layers{at}", *map(tuple, _run(group, layers, at, at + 1)))
+        for group in groups
+        for at in range(len(layers))
+    )
+
+
+def _run(group: Group, layers: Layers, start: int, stop: int) -> tuple[list[Block], list[Block]]:
+    """Return inputs and outputs of neighbouring target layers."""
+    read = {s for row in layers[start:stop] for s in row}
+    inputs = [b for b in group.inputs if b.side != "source" or b.layer in read]
+    return inputs, [b for b in group.outputs if start <= b.layer < stop]
+
+
 def _parts(group: Group, layers: Layers, sizes: dict[str, int]) -> list[Group]:
     """Split a group at the target layers where that holds the fewest numbers."""
 
@@ -35,9 +58,7 @@ def _parts(group: Group, layers: Layers, sizes: dict[str, int]) -> list[Group]:
 
     @cache
     def run(start: int, stop: int) -> tuple[list[Block], list[Block]]:
-        read = {s for row in layers[start:stop] for s in row}
-        inputs = [b for b in group.inputs if b.side != "source" or b.layer in read]
-        return inputs, [b for b in group.outputs if start <= b.layer < stop]
+        return _run(group, layers, start, stop)
 
     @cache
     def best(stop: int) -> tuple[int, int]:

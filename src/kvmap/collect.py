@@ -30,7 +30,7 @@ from kvmap.calibration_files import (
 )
 from kvmap.clearing import RUN, clear
 from kvmap.columns import LOOKBACK
-from kvmap.content import content_rows
+from kvmap.content import content_rows, row_width
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest, pairing_problems
 from kvmap.models import LoadedModel
@@ -286,16 +286,25 @@ class _Run:
             return
         loaded = self.models.open(side)
         members = self._sequences(shard)
-        kept = -(-self.token_ids.shape[1] // self.options.stride)  # rows of a sequence
+        places = torch.arange(0, self.token_ids.shape[1], self.options.stride)
+        kept, lookback = len(places), LOOKBACK * (side == 0)
+        rows = len(members) * kept
+        # In one piece: pieces of a megabyte or two would lie among what passes, and leave holes.
+        block = torch.empty(
+            rows * row_width(loaded.signature.geometry, lookback), dtype=loaded.dtype
+        )
         tensors: dict[str, Tensor] = {}
         for start in range(0, len(members), self.options.batch):
             batch = members[start : start + self.options.batch]
-            tokens, lookback = self.token_ids[list(batch)], LOOKBACK * (side == 0)
             # Into their place at once: joined at the end, all rows would be held twice.
-            for name, part in content_rows(loaded, tokens, self.options.stride, lookback).items():
+            for name, part in content_rows(
+                loaded, self.token_ids[list(batch)], self.options.stride, lookback
+            ):
                 if name not in tensors:
-                    tensors[name] = part.new_empty((len(members) * kept, *part.shape[1:]))
+                    own, block = block.tensor_split([rows * part[0].numel()])
+                    tensors[name] = own.view(rows, *part.shape[1:])
                 tensors[name][start * kept :][: len(part)] = part
+        tensors["position"] = places.repeat(len(members))
         tensors["sequence"] = torch.tensor(members).repeat_interleave(kept)
         artifacts.write(path, "dump", tensors, {"model": loaded.signature.to_json()}, private=True)
 

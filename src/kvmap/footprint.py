@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvmap.chosen import chosen_groups
+from kvmap.chosen import chosen_groups, groups_apart
 from kvmap.collect import CollectOptions
 from kvmap.columns import KINDS, LOOKBACK, Group, groups, head_sizes
 from kvmap.engine.workspace import EXTRA_BYTES, LEAST_TOKENS, MOST_TOKENS
@@ -30,10 +30,20 @@ def kept_groups(source: Geometry, target: Geometry, options: CollectOptions) -> 
 
 def group_shapes(source: Geometry, target: Geometry, options: CollectOptions) -> list[tuple]:
     """Return inputs p and outputs q of each group kept."""
+    return _widths(kept_groups(source, target, options), source, target)
+
+
+def apart_bytes(source: Geometry, target: Geometry, options: CollectOptions) -> int:
+    """Return the most that moments take of any choice of as many layers as the options'."""
+    found = groups(source, target, options.heads, options.joint)
+    return accumulator_bytes(_widths(groups_apart(found, options.layers), source, target))
+
+
+def _widths(found: tuple[Group, ...], source: Geometry, target: Geometry) -> list[tuple]:
     sizes = head_sizes(source, target)
     return [
         tuple(sum(sizes[b.side] for b in blocks) for blocks in (group.inputs, group.outputs))
-        for group in kept_groups(source, target, options)
+        for group in found
     ]
 
 
@@ -67,10 +77,13 @@ def collect_bytes(
     weights = sum(sizes) if together else max(sizes)
     rows = min(shape[0], options.shard) * -(-shape[1] // options.stride)
     each = row_bytes(*shapes, itemsize)
-    batch = min(options.batch, shape[0])
+    tokens = min(options.batch, shape[0]) * shape[1]
     reading = max(
-        (rows + batch * -(-shape[1] // options.stride)) * row
-        + batch * shape[1] * (side.kv_bytes_per_token(itemsize) + passing_bytes(*model, itemsize))
+        rows * row
+        + in_pieces(
+            tokens * (side.kv_bytes_per_token(itemsize) + passing_bytes(*model, itemsize)),
+            tokens * side.width * itemsize,
+        )
         for row, side, model in zip(each, shapes, models, strict=True)
     )
     held = group_shapes(*shapes, options)
@@ -80,14 +93,24 @@ def collect_bytes(
     return weights + moments + max(reading, adding if held else 0)
 
 
+def in_pieces(passing: int, piece: int) -> int:
+    """Return what is held for what passes in pieces of some bytes.
+
+    Of small ones the C library (glibc) keeps about as much again once they are freed; from 32 MB
+    on it gives them back at once.
+    """
+    return passing if piece >= 32 << 20 else 2 * passing
+
+
 def passing_bytes(shape: Geometry, parameters: int, itemsize: int) -> int:
     """Return about what one token takes on its way through one layer of a model.
 
     Every weight of a layer is met by one number for each of the hidden size's channels, so a
-    token's activations there are the layer's weights over the hidden size.
+    token's activations there are the layer's weights over the hidden size. A table of embeddings
+    is no layer's; where the output has one of its own, that is counted in.
     """
-    hidden = shape.query_heads * shape.head_size
-    return parameters * itemsize // (shape.layers * hidden)
+    inner = max(parameters - shape.vocabulary * shape.hidden_size, 0)
+    return inner * itemsize // (shape.layers * shape.hidden_size)
 
 
 def usual_rank(recipe: Recipe, inputs: int, outputs: int) -> int | None:

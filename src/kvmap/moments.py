@@ -156,10 +156,14 @@ class Moments:
                 "collect both with the same options"
             )
         for group in self.groups:
-            mine, theirs = self._of(group), other._of(group)
-            for name in ("gram", "cross", "output_square"):
-                mine[name].add_(theirs[name])
-            _merge_means(mine, theirs["count"].item(), theirs["input_mean"], theirs["output_mean"])
+            self.add(group, other._of(group))
+
+    def add(self, group: Group, theirs: dict[str, Tensor]) -> None:
+        """Add moments of one group, by their names."""
+        mine = self._of(group)
+        for name in ("gram", "cross", "output_square"):
+            mine[name].add_(theirs[name])
+        _merge_means(mine, theirs["count"].item(), theirs["input_mean"], theirs["output_mean"])
 
     def pool(self, add_up: Callable[[Tensor], None]) -> None:
         """Become the moments of the rows of all processes.

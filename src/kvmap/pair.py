@@ -19,7 +19,6 @@ from kvmap.fit import Recipe
 from kvmap.fit.job import Opener
 from kvmap.geometry import Geometry, json_digest
 from kvmap.layers import load_layers
-from kvmap.map_options import weight_shape
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
 from kvmap.models.load import (
@@ -32,9 +31,8 @@ from kvmap.models.load import (
     shape_of,
 )
 from kvmap.pipeline import (
-    AUTO_K,
-    LOW_ROWS_PER_INPUT,
     Text,
+    auto_counts,
     cache_folder,
     cached_layers,
     calibration_path,
@@ -309,7 +307,8 @@ def fit_pair(
     if path is None or open_finished(path) is None:
         said = plan.two_passes(*shapes, options, request.recipe.k)
         if said is not None:
-            note(said)
+            if request.layers is None:
+                note(said)
             request, options, reused = _choose_first(
                 names, found, asked, request, loading, progress
             )
@@ -337,41 +336,60 @@ def _choose_first(
     """
     shapes = geometries(names, loading)
     if request.layers is not None:
-        return request, _of_layers(options, shapes, request, load_layers(request.layers)[1]), ()
-    if request.selection == "greedy":
-        raise UsageError(
-            "--method greedy tries layers together, whose moments do not fit in memory here; "
-            "take --method top"
-        )
+        layers = load_layers(request.layers)[1]
+        return request, of_layers(options, shapes, request.recipe, layers), ()
+    refuse_greedy(request)
     sample = Text(found.token_ids[: plan.SAMPLE], found.record)
     calibration, known = collect_pair(
         names, sample, plan.sample_of(options), None, loading, progress
     )
-    rows = found.token_ids[:, :: options.stride].numel() * (1 - options.held_out)
-    for k in _counts(request.recipe, shapes, rows):
+    for k in counts_to_try(request.recipe, shapes, tuple(found.token_ids.shape), options):
         recipe = replace(request.recipe, k=k)
         choice, path, chosen = cached_layers(calibration, recipe, request.selection, None)
-        narrow = _of_layers(options, shapes, request, choice.layers)
+        narrow = of_layers(options, shapes, request.recipe, choice.layers)
         if plan.too_large(*shapes, narrow) is None:
             break
     reused = (*(("sample",) if known else ()), *(("select-layers",) if chosen else ()))
     return replace(request, layers=path), narrow, reused
 
 
-def _counts(recipe: Recipe, shapes: tuple[Geometry, Geometry], rows: float) -> list[int]:
-    """Return the k to try, largest first: the recipe's, or those with rows enough for inputs."""
+def refuse_greedy(request: FitRequest) -> None:
+    """Refuse what two passes cannot do.
+
+    Raises:
+        UsageError: Layers are to be chosen greedily.
+    """
+    if request.selection == "greedy":
+        raise UsageError(
+            "--method greedy tries layers together, whose moments do not fit in memory here; "
+            "take --method top"
+        )
+
+
+def counts_to_try(
+    recipe: Recipe,
+    shapes: tuple[Geometry, Geometry],
+    grid: tuple[int, int],
+    options: CollectOptions,
+    most: int | None = plan.USUAL_K,
+) -> list[int]:
+    """Return the k to try, largest first: the recipe's, or those with rows enough for inputs.
+
+    Args:
+        grid: N sequences of T tokens.
+        most: k at most; None takes what the source has.
+    """
     if recipe.k != "auto":
-        return [int(recipe.k)]
-    counts = [k for k in AUTO_K if k <= min(plan.USUAL_K, shapes[0].layers)]
-    inputs = {k: weight_shape(recipe.options, k, *shapes)[1] for k in counts}
-    enough = [k for k in counts if rows >= LOW_ROWS_PER_INPUT * inputs[k]]
-    return enough[::-1] or counts[:1]
+        return [min(int(recipe.k), shapes[0].layers)]
+    rows = grid[0] * -(-grid[1] // options.stride) * (1 - options.held_out)
+    return auto_counts(recipe.options, shapes, rows, most)[::-1]
 
 
-def _of_layers(
+def of_layers(
     options: CollectOptions,
     shapes: tuple[Geometry, Geometry],
-    request: FitRequest,
+    recipe: Recipe,
     layers: tuple[tuple[int, ...], ...],
 ) -> CollectOptions:
-    return with_scope(replace(options, layers=layers), shapes, request.recipe)
+    """Return what to collect for a recipe and a choice of layers."""
+    return with_scope(replace(options, layers=layers), shapes, recipe)

@@ -23,11 +23,12 @@ from kvmap.columns import LOOKBACK
 from kvmap.errors import UsageError
 from kvmap.fit import FitScores, Recipe, Splits, accuracy
 from kvmap.fit.assignment import best_assignment
+from kvmap.fit.coordinates import Coordinates
 from kvmap.fit.frontier import Point, frontier
-from kvmap.fit.job import Opener
+from kvmap.fit.job import Opener, splits
 from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.polish import PolishOptions, polish
-from kvmap.geometry import json_digest
+from kvmap.geometry import Geometry, json_digest
 from kvmap.layers import (
     LayerScores,
     choose_greedy,
@@ -90,17 +91,6 @@ def open_finished(path: Path) -> Calibration | None:
     return Calibration.open(path) if (path / INDEX).exists() else None
 
 
-def splits(calibration: Calibration, native_head: int) -> Splits:
-    """Return the moments a fit uses; the first tokens count only where they are to be mapped."""
-    with_head = native_head < calibration.index["options"]["native_head"]
-    return Splits(
-        calibration.moments("train", with_head),
-        calibration.moments("held_out", with_head),
-        calibration.source.geometry,
-        calibration.target.geometry,
-    )
-
-
 @dataclass(frozen=True)
 class Choice:
     """Layers chosen for a map, with the scores of all pairs and of every k tried."""
@@ -124,7 +114,7 @@ def select_layers(data: Splits, recipe: Recipe, method: str = "top") -> Choice:
         if method == "top":
             return Choice(scores, choose_top(scores, k), k, {})
         return _greedy(data, recipe, scores, k)
-    counts = auto_counts(data, recipe.options)
+    counts = auto_counts(recipe.options, (data.source, data.target), data.train.count)
     if method == "greedy":
         return _greedy(data, recipe, scores, max(counts))
     tried: dict[int, float] = {}
@@ -136,12 +126,18 @@ def select_layers(data: Splits, recipe: Recipe, method: str = "top") -> Choice:
     return Choice(scores, choose_top(scores, best), best, tried)
 
 
-def auto_counts(data: Splits, options: MapOptions) -> list[int]:
-    """Return the k worth trying: those that leave rows enough for each input, or 1."""
-    limit = data.source.layers
+def auto_counts(
+    options: MapOptions, shapes: tuple[Geometry, Geometry], rows: float, most: int | None = None
+) -> list[int]:
+    """Return the k worth trying: those that leave rows enough for each input, or 1.
+
+    Args:
+        most: k at most; None takes what the source has.
+    """
+    limit = min(most or shapes[0].layers, shapes[0].layers)
     counts = [k for k in AUTO_K if k < limit] + [limit]
-    inputs = {k: weight_shape(options, k, data.source, data.target)[1] for k in counts}
-    enough = [k for k in counts if data.train.count >= LOW_ROWS_PER_INPUT * inputs[k]]
+    inputs = {k: weight_shape(options, k, *shapes)[1] for k in counts}
+    enough = [k for k in counts if rows >= LOW_ROWS_PER_INPUT * inputs[k]]
     return enough or counts[:1]
 
 
@@ -247,10 +243,9 @@ def fit_map(
             f"--native-layers {recipe.options.exact_layers} leaves nothing to map: "
             f"{calibration.target.name} has {depth} layers; give fewer"
         )
-    data = splits(calibration, recipe.options.native_head)
     named = (calibration.source.name, calibration.target.name)
     openers = openers or tuple(partial(models.load, name) for name in named)
-    job = fit.Job(calibration, data, layers, recipe, openers, progress)
+    job = fit.Job(calibration, layers, recipe, openers, progress)
     started = time.perf_counter()
     fitted, scores = fit.METHODS[recipe.method](job)
     cmap = CacheMap(
@@ -263,9 +258,9 @@ def fit_map(
     )
     linear = recipe.method == "closed-form"
     if recipe.rank and linear:
-        cmap = reduce_rank(cmap, data, recipe.rank)
+        cmap = reduce_rank(cmap, job.splits, recipe.rank)
     if recipe.polish:
-        cmap = _polished(job, cmap)
+        cmap = polished(job, cmap)
     if (recipe.rank and linear) or recipe.polish:
         cmap = accuracy.measured(job, cmap)
     return Fitted(cmap, scores, time.perf_counter() - started)
@@ -284,21 +279,23 @@ def measure_accuracy(cmap: CacheMap, calibration: Calibration) -> CacheMap:
                 f"{calibration.path}: its {side} is {found.name}, the map's is {expected.name}; "
                 "give a calibration of the same pair"
             )
-    data = splits(calibration, cmap.options.native_head)
     made = replace(fit.recipe("kvmap"), options=cmap.options)
-    job = fit.Job(calibration, data, (), made, (), lambda *_: None)
+    job = fit.Job(calibration, (), made, (), lambda *_: None)
     return accuracy.measured(job, cmap)
 
 
-def _polished(job: fit.Job, cmap: CacheMap) -> CacheMap:
+def polished(job: fit.Job, cmap: CacheMap) -> CacheMap:
     """Polish a map on the calibration's own sequences; an interrupted polish is taken up."""
     key = json_digest([job.calibration.digest, job.layers, fit.describe(job.recipe)])
     checkpoint = cache_folder() / "polish" / f"{key[:24]}.safetensors"
     atomic.make_folder(checkpoint.parent)
     sequences = tuple(job.calibration.token_ids(split) for split in ("train", "held_out"))
     models = (job.open(0), job.open(1))
+    cmap = cmap.to(models[1].device)
+    coordinates = Coordinates.of(cmap, job.splits)
+    job.calibration.drop_moments()  # gigabytes, and no more than coordinates are made of them
     options = PolishOptions(steps=job.recipe.polish)
-    return polish(cmap, models, sequences, job.splits, options, checkpoint, job.progress).cmap
+    return polish(cmap, models, sequences, coordinates, options, checkpoint, job.progress).cmap
 
 
 def cost_quality(
@@ -310,8 +307,7 @@ def cost_quality(
     """Measure maps of several costs with a recipe's exact parts; see `kvmap.fit.frontier`."""
     named = (calibration.source.name, calibration.target.name)
     openers = openers or tuple(partial(models.load, name) for name in named)
-    data = splits(calibration, recipe.options.native_head)
-    return frontier(fit.Job(calibration, data, (), recipe, openers, progress))
+    return frontier(fit.Job(calibration, (), recipe, openers, progress))
 
 
 def _check_layers(calibration: Calibration, layers: tuple[tuple[int, ...], ...]) -> None:

@@ -15,8 +15,9 @@ import torch
 from kvmap.bench.clock import Clock, timings
 from kvmap.bench.layers import prefill_seconds
 from kvmap.bench.pair import BenchOptions, random_tokens
-from kvmap.bench.shapes import config_of, deepened, fast_dtype, near_layers, random_model
+from kvmap.bench.shapes import config_of, deepened, fast_dtype, random_model
 from kvmap.calibration_files import empty_moments
+from kvmap.chosen import near_layers
 from kvmap.collect import CollectOptions
 from kvmap.columns import KINDS, entry_sides
 from kvmap.errors import UsageError

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvmap import models
+from kvmap.chosen import near_layers
 from kvmap.columns import KINDS
 from kvmap.engine import compute_dtype
 from kvmap.fit import Recipe, with_assignment
@@ -54,6 +55,7 @@ def random_model(
             config.layer_types = config.layer_types[:depth]
     with no_init_weights(), device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.tie_weights()  # which is left out together with the usual first weights
     model.requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
@@ -106,13 +108,6 @@ def random_map(
         for index in range(target.layers)
     )
     return CacheMap(*shapes, layers, options)
-
-
-def near_layers(index: int, target_layers: int, source_layers: int, k: int) -> tuple[int, ...]:
-    """Return k source layers about the one at the same relative depth."""
-    middle = round(index * (source_layers - 1) / max(target_layers - 1, 1))
-    start = min(max(middle - k // 2, 0), source_layers - k)
-    return tuple(range(start, start + k))
 
 
 def _random_layer(

@@ -148,7 +148,8 @@ def run(
     from kvmap.calibration import Calibration
     from kvmap.collect import CollectOptions
     from kvmap.columns import LOOKBACK
-    from kvmap.pair import FitRequest, Loading, TextOptions
+    from kvmap.models.load import pick_device
+    from kvmap.pair import FitRequest, Loading, TextOptions, fit_calibration, fit_pair
 
     out = Output(as_json, quiet)
     for path in filter(None, (output, plot)):
@@ -202,6 +203,7 @@ def run(
         )
     if target is None:
         _refuse(text | kept)
+        pick_device(loading.device)  # of no use where no model is run, but no nonsense either
         calibration = Calibration.open(source)
         if calibration.index["options"].get("layers") is not None:
             ignored.of_chosen(typed, networks)
@@ -212,13 +214,20 @@ def run(
             if picked is None:
                 return
             request = picked
-        report = _fit_calibration(out, calibration, request, openers, dry_run)
+        if dry_run:
+            _plan_calibration(out, calibration, request, loading)
+            return
+        with out.progress() as progress:
+            report = fit_calibration(calibration, request, progress, openers=openers)
     else:
         made = (inputs.given(TextOptions, **text), inputs.given(CollectOptions, **kept), loading)
-        report = _fit_models(out, (source, target), request, made, dry_run)
-    if report is not None:
-        _describe(out, report)
-        out.result(report.path, report.to_json())
+        if dry_run:
+            _plan_models(out, (source, target), request, made)
+            return
+        with out.progress() as progress:
+            report = fit_pair((source, target), *made[:2], request, loading, progress, out.note)
+    _describe(out, report)
+    out.result(report.path, report.to_json())
 
 
 def _frontier(
@@ -279,35 +288,20 @@ def _refuse(asked: dict[str, Any]) -> None:
         )
 
 
-def _fit_calibration(
-    out: Output, calibration: Calibration, request: FitRequest, openers: tuple, dry_run: bool
-) -> Any:
-    from kvmap.calibration_files import scope_of
-    from kvmap.pair import fit_calibration
-    from kvmap.plan import moments_bytes
-    from kvmap.survey import map_sizes
+def _plan_calibration(
+    out: Output, calibration: Calibration, request: FitRequest, loading: Any
+) -> None:
+    from kvmap.plan_fit import calibration_plan
 
-    if dry_run:
-        shapes = (calibration.source.geometry, calibration.target.geometry)
-        kept = moments_bytes(*shapes, *scope_of(calibration.index["options"]))
-        maps = map_sizes(shapes, 4, kept)
-        return out.document({"maps": maps}, lambda: plan.maps_text(maps))
-    with out.progress() as progress:
-        return fit_calibration(calibration, request, progress, openers=openers)
+    found = calibration_plan(calibration, request, loading)
+    out.document(found, lambda: f"{plan.maps_text(found['maps'])}\n\n{plan.fit_text(found['fit'])}")
 
 
-def _fit_models(
-    out: Output, names: tuple[str, str], request: FitRequest, made: tuple, dry_run: bool
-) -> Any:
-    from kvmap.pair import fit_pair
+def _plan_models(out: Output, names: tuple[str, str], request: FitRequest, made: tuple) -> None:
     from kvmap.survey import survey
 
-    text, kept, loading = made
-    if dry_run:
-        found = survey(names, text, kept, loading, request.recipe)
-        return out.document(found, lambda: plan.text(found))
-    with out.progress() as progress:
-        return fit_pair(names, text, kept, request, loading, progress, out.note)
+    found = survey(names, *made, request)
+    out.document(found, lambda: plan.text(found))
 
 
 def _describe(out: Output, report: FitReport) -> None:

@@ -55,10 +55,13 @@ def text(found: dict[str, Any]) -> str:
         ),
         maps_text(found["maps"]),
     ]
-    if "two_passes" in found:
-        parts += [found["two_passes"], collect_text(found["first_pass"])]
-    else:
+    passes = [found[name] for name in ("first_pass", "second_pass") if name in found]
+    if not passes or "fit" not in found:
         parts.append(collect_text(found["collect"]))
+    if passes:
+        parts += [found["two_passes"], *map(collect_text, passes)]
+    if "fit" in found:
+        parts.append(fit_text(found["fit"]))
     return "\n\n".join(parts)
 
 
@@ -83,13 +86,35 @@ def collect_text(cost: dict[str, Any]) -> str:
     scope = f"moments of {cost['heads']} heads, {'' if cost['joint'] else 'not '}joint"
     disk = f"dump {amount(cost['dump_bytes'])}, moments {amount(cost['moments_bytes'])}"
     read = f"{cost['sequences']} sequences of {cost['length']} tokens"
+    memory = f"{amount(cost['peak_bytes'])} at most"
+    if "k" in cost:
+        scope += f", of {cost['k']} source layers for each target layer"
+        memory = (
+            f"{amount(cost['peak_bytes'])} where layers of the same depth are chosen, "
+            f"{amount(cost['apart_peak_bytes'])} at most"
+        )
     lines = [
         f"collect {read}, one token in {cost['stride']} kept, {scope}:",
         f"  disk    {amount(cost['disk_bytes'])} ({disk})",
-        f"  memory  {amount(cost['peak_bytes'])} at most",
+        f"  memory  {memory}",
         f"  work    {large(cost['flops'])}FLOP, about {duration(cost['seconds'])} here",
     ]
     return "\n".join([*lines, *([cost["too_large"]] if cost["too_large"] else [])])
+
+
+def fit_text(cost: dict[str, Any]) -> str:
+    """Lay out what the stages of a fit would take; a dash where models' configs are not at hand."""
+    rows = [
+        (
+            row["stage"],
+            None if row["peak_bytes"] is None else amount(row["peak_bytes"]),
+            None if row["flops"] is None else f"{large(row['flops'])}FLOP",
+            None if row["seconds"] is None else duration(row["seconds"]),
+        )
+        for row in cost["stages"]
+    ]
+    most = "" if cost["k_is_known"] else " at most"
+    return table((f"fit, k = {cost['k']}{most}", "memory at most", "work", "time here"), rows)
 
 
 def duration(seconds: float) -> str:

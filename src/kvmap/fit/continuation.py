@@ -2,8 +2,8 @@
 
 A lesson is a batch of sequences cut at a token: the source has read the context, the target
 has read everything natively. The mapped cache replaces the target's own between the native
-head and the cut; the target, frozen, then reads on. Only that continuation is on the tape, so
-memory grows with its length, not with the context's. The loss is
+head and the cut; the target, frozen, then reads on. Only that continuation is on the tape,
+with the keys and values that its attention reads. The loss is
 
     KL(native ‖ mapped) per token + ρ·mean over layers and kinds of ‖ŷ - y‖² / ‖y - ȳ‖².
 """
@@ -123,7 +123,8 @@ def loss(
     past = concat(given.native.slice(0, given.head), mapped) if given.head else mapped
     past = past.to(dtype=target.dtype)
     asked = given.logits.shape[1]
-    _, logits = prefill(target, given.token_ids, past=past, keep_logits=asked, gradient=True)
+    # Not the cache that it returns: on the tape are the copies that attention made of it.
+    logits = prefill(target, given.token_ids, past=past, keep_logits=asked, gradient=True)[1]
     divergence = metrics.kl_divergence(given.logits, logits.float()).mean()
     if not reconstruction:
         return divergence, divergence
@@ -143,14 +144,16 @@ def map_with_gradient(
     entries = {}
     for at in cmap.source_layers:
         content = strip(source.keys[at], source.positions, cmap.source.geometry.rope[at])
-        entries[at] = {"key": content, "value": source.values[at].float()}
-    anchors = []
+        pair = (content, source.values[at].float())
+        entries[at] = {kind: _laid(cmap, one) for kind, one in zip(KINDS, pair, strict=True)}
+    others = []
     if cmap.options.anchor:
-        anchors = [strip(own.keys[0], own.positions, tables[0]), own.values[0].float()]
+        anchors = (strip(own.keys[0], own.positions, tables[0]), own.values[0].float())
+        others = [_laid(cmap, tensor, of_target=True) for tensor in anchors]
     trail = Trail.of(source, 0, source.tokens, cmap.options.lookback, before)
     content = strip(trail.keys, trail.positions, cmap.source.geometry.rope[0])
-    back = [
-        trail.late(tensor, tokens)
+    others += [
+        _laid(cmap, trail.late(tensor, tokens))
         for tokens in range(1, cmap.options.lookback + 1)
         for tensor in (content, trail.values.float())
     ]
@@ -158,10 +161,17 @@ def map_with_gradient(
     places = [key.device for key in keys]
     for at, layer in enumerate(cmap.layers):
         if layer is not None:
-            key, value = (_predict(cmap, layer, kind, entries, anchors, back) for kind in KINDS)
+            key, value = (_predict(cmap, layer, kind, entries, others) for kind in KINDS)
             keys[at], values[at] = rotate_with_gradient(key, own.positions, tables[at]), value
     made = KVCache(tuple(keys), tuple(values), own.positions, own.token_ids, own.mask)
     return made.placed(places)
+
+
+def _laid(cmap: CacheMap, tensor: Tensor, of_target: bool = False) -> Tensor:
+    """Return entries [B, H, T, D] as a part of the inputs: [B, 1, T, H·D], or [B, H_t, T, D]."""
+    if cmap.options.heads == "matched":
+        return tensor if of_target else tensor[:, list(cmap.options.assignment)]
+    return tensor.transpose(1, 2).flatten(2)[:, None]
 
 
 def _predict(
@@ -169,20 +179,15 @@ def _predict(
     layer: LayerMap,
     kind: str,
     entries: dict[int, dict[str, Tensor]],
-    anchors: list[Tensor],
-    back: list[Tensor],
+    others: list[Tensor],
 ) -> Tensor:
     """Return one layer's content keys or values [B, H_t, T, D_t]."""
     kinds = KINDS if cmap.options.joint else (kind,)
     inputs = [entries[at][part] for at in layer.source_layers for part in kinds]
+    made = layer.of(kind)(*inputs, *others)
     if cmap.options.heads == "matched":
-        inputs, back = (
-            [tensor[:, list(cmap.options.assignment)] for tensor in read] for read in (inputs, back)
-        )
-        return layer.of(kind)(torch.cat((*inputs, *anchors, *back), dim=-1))
-    flat = [tensor.transpose(1, 2).flatten(2) for tensor in (*inputs, *anchors, *back)]
-    made = layer.of(kind)(torch.cat(flat, dim=-1)[:, None])[:, 0]  # [B, T, H_t·D_t]
-    return made.unflatten(-1, (cmap.target.geometry.kv_heads, -1)).transpose(1, 2)
+        return made
+    return made[:, 0].unflatten(-1, (cmap.target.geometry.kv_heads, -1)).transpose(1, 2)
 
 
 def relative_error(cmap: CacheMap, mapped: KVCache, own: KVCache) -> Tensor:

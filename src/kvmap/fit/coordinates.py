@@ -121,25 +121,25 @@ def _size(tensor: Tensor) -> float:
 
 
 def _frame(splits: Splits, found: list, device: torch.device, known: dict) -> Frame:
-    means, factors, variances = [], [], []
-    for inputs, outputs in found:
-        covariance = splits.train.covariance(list(inputs), outputs)
-        count = max(covariance.count, 1.0)
-        if inputs not in known:
-            known[inputs] = _whiten(covariance.gram / count).float().to(device)
-        factors.append(known[inputs])
-        means.append(covariance.input_mean.float().to(device))
-        variances.append(float(covariance.output_square.mean()) / count)
-    spread = (sum(variances) / len(variances)) ** 0.5
-    return Frame(torch.stack(means), torch.stack(factors), spread or 1.0)
+    moments = [splits.train.covariance(list(inputs), outputs) for inputs, outputs in found]
+    count = max(moments[0].count, 1.0)
+    read = tuple(inputs for inputs, _ in found)
+    if read not in known:  # keys and values that read the same have one
+        factors = [_whiten(one.gram, count).float().to(device) for one in moments]
+        known[read] = torch.stack(factors) if len(factors) > 1 else factors[0][None]
+    means = torch.stack([one.input_mean.float().to(device) for one in moments])
+    spread = (sum(float(one.output_square.mean()) / count for one in moments) / len(moments)) ** 0.5
+    return Frame(means, known[read], spread or 1.0)
 
 
-def _whiten(covariance: Tensor) -> Tensor:
+def _whiten(gram: Tensor, count: float) -> Tensor:
     """Return L⁻ᵀ of a covariance with a floor, upper triangular, or its diagonal [p, 1]."""
-    variance = covariance.diagonal()
+    variance = gram.diagonal() / count
     floor = FLOOR * variance.mean().clamp_min(1e-12)
-    if len(covariance) > MOST_INPUTS:
+    if len(gram) > MOST_INPUTS:
         return (variance + floor).rsqrt()[:, None]
-    identity = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-    factor = torch.linalg.cholesky(covariance + floor * identity)
+    covariance = gram / count
+    covariance.diagonal().add_(floor)
+    factor = torch.linalg.cholesky(covariance)
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return torch.linalg.solve_triangular(factor.mT, identity, upper=True)

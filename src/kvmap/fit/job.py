@@ -22,13 +22,23 @@ Progress = Callable[[str, int, int], None]
 Result = tuple[tuple[LayerMap | None, ...], FitScores]
 
 
+def splits(calibration: Calibration, native_head: int) -> Splits:
+    """Return the moments a fit uses; the first tokens count only where they are to be mapped."""
+    with_head = native_head < calibration.index["options"]["native_head"]
+    return Splits(
+        calibration.moments("train", with_head),
+        calibration.moments("held_out", with_head),
+        calibration.source.geometry,
+        calibration.target.geometry,
+    )
+
+
 @dataclass(frozen=True)
 class Job:
     """A fit to do.
 
     Attributes:
-        calibration: Rows and tokens.
-        splits: Moments to fit on and to choose on.
+        calibration: Rows, tokens and moments.
         layers: Source layers of each target layer.
         recipe: Its options with the assignment of heads filled in.
         openers: Load the source and the target, where a recipe needs them.
@@ -36,11 +46,15 @@ class Job:
     """
 
     calibration: Calibration
-    splits: Splits
     layers: tuple[tuple[int, ...], ...]
     recipe: Recipe
     openers: tuple[Opener, Opener]
     progress: Progress
+
+    @property
+    def splits(self) -> Splits:
+        """Moments to fit on and to choose on; the calibration keeps them once they are read."""
+        return splits(self.calibration, self.recipe.options.native_head)
 
     def open(self, side: int) -> LoadedModel:
         """Load the source (0) or the target (1) and check that the calibration is theirs.

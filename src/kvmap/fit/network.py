@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kvmap import artifacts
 from kvmap.calibration import Calibration
 from kvmap.columns import BACK, KINDS, Block
 from kvmap.errors import UsageError
-from kvmap.fit.closed_form import regressions
+from kvmap.fit.closed_form import FitScores, regressions
 from kvmap.fit.job import Job, Result, closed_form
 from kvmap.mapping import Affine, LayerMap
 
@@ -55,23 +55,33 @@ def residual(job: Job) -> Result:
 
 def _networks(job: Job, method: str) -> Result:
     layers, scores = closed_form(job)
-    width = job.recipe.width or WIDTHS[method]
-    made = list(layers)
     rows = DumpedRows(job)
+    made = list(layers)
     for index, layer in enumerate(layers):
-        parts = []
-        for kind in KINDS if layer else ():
-            train, held_out = rows.samples(index, layer, kind)
-            part = _constant(layer.of(kind), train) if method == "mlp" else layer.of(kind)
-            sizes = (train.inputs.shape[2], *[width] * (2 if method == "mlp" else 1), -1)
-            part = trained(part, (train, held_out), sizes, seed=2 * index + len(parts))
-            for split, sample in (("train", train), ("held_out", held_out)):
-                getattr(scores, split)[kind][index] = row_r2(part, sample, job)
-            parts.append(part)
         if layer:
+            parts = [_fitted(rows, index, layer, kind, method, scores) for kind in KINDS]
             made[index] = LayerMap(layer.source_layers, *parts)
         job.progress("networks", index + 1, len(layers))
     return tuple(made), scores
+
+
+def hidden_widths(method: str, width: int | None) -> list[int]:
+    """Return the widths between inputs and outputs; None stands for the method's own."""
+    return [width or WIDTHS[method]] * (2 if method == "mlp" else 1)
+
+
+def _fitted(
+    rows: DumpedRows, index: int, layer: LayerMap, kind: str, method: str, scores: FitScores
+) -> Affine:
+    """Return one layer's keys or values with a network, and note how well it predicts."""
+    train, held_out = rows.samples(index, layer, kind)
+    part = _constant(layer.of(kind), train) if method == "mlp" else layer.of(kind)
+    widths = hidden_widths(method, rows.job.recipe.width)
+    sizes = (train.inputs.shape[2], *widths, -1)
+    part = trained(part, (train, held_out), sizes, seed=2 * index + KINDS.index(kind))
+    for split, sample in (("train", train), ("held_out", held_out)):
+        getattr(scores, split)[kind][index] = row_r2(part, sample, rows.job)
+    return part
 
 
 def _constant(part: Affine, sample: Sample) -> Affine:
@@ -95,7 +105,8 @@ def trained(
     scale = (train.outputs - part(train.inputs)).std(1, keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)
     ready = [
-        Sample((s.inputs - mean) / spread, (s.outputs - part(s.inputs)) / scale) for s in samples
+        Sample((s.inputs - mean).div_(spread), (s.outputs - part(s.inputs)).div_(scale))
+        for s in samples
     ]
     generator = torch.Generator().manual_seed(seed)
     groups, outputs = train.outputs.shape[0], train.outputs.shape[2]
@@ -192,20 +203,25 @@ class DumpedRows:
             path = self.calibration.path / shard[side]
             yield artifacts.open_artifact(path, "dump", verify=False).tensor(name)
 
-    def _design(self, blocks: list[Block]) -> Tensor:
-        names = [_place(block) for block in blocks]
-        read = {name: torch.cat(list(self._column(*name))).float() for name in set(names)}
-        return torch.cat([read[n][:, b.head] for n, b in zip(names, blocks, strict=True)], dim=1)
+    def _design(self, blocks: list[Block], members: Tensor) -> Tensor:
+        """Return some rows' columns of blocks side by side, one tensor of the dump at a time."""
+        columns = []
+        for name, own in groupby(blocks, _place):
+            read = torch.cat(list(self._column(*name)))[members].float()
+            columns.append(read[:, [block.head for block in own]].flatten(1))
+        return torch.cat(columns, dim=1)
 
     def samples(self, index: int, layer: LayerMap, kind: str) -> tuple[Sample, Sample]:
         """Return train and held-out rows of one target layer's keys or values."""
         splits = replace(self.job.splits, weighted=True)  # keys and values apart
-        designs = [
-            (self._design(inputs), self._design(outputs))
-            for inputs, outputs in regressions(
-                splits, index, layer.source_layers, self.job.recipe.options
-            )
-            if outputs[0].kind == kind
-        ]
-        x, y = (torch.stack(side) for side in zip(*designs, strict=True))
-        return tuple(Sample(x[:, members], y[:, members]) for members in self.members)
+        found = regressions(splits, index, layer.source_layers, self.job.recipe.options)
+        sides = zip(*(blocks for blocks in found if blocks[1][0].kind == kind), strict=True)
+        inputs, outputs = map(list, sides)
+        return tuple(
+            Sample(self._stacked(inputs, members), self._stacked(outputs, members))
+            for members in self.members
+        )
+
+    def _stacked(self, groups: list[list[Block]], members: Tensor) -> Tensor:
+        made = [self._design(blocks, members) for blocks in groups]
+        return torch.stack(made) if len(made) > 1 else made[0][None]

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from kvmap import artifacts
 from kvmap.errors import UsageError
-from kvmap.fit.closed_form import Splits
 from kvmap.fit.continuation import Lesson, Readings, lesson, loss
 from kvmap.fit.coordinates import Coordinates
 from kvmap.geometry import json_digest
+from kvmap.map_options import MapOptions
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
 
@@ -74,7 +74,7 @@ def polish(
     cmap: CacheMap,
     models: Models,
     sequences: tuple[Tensor, Tensor],
-    splits: Splits,
+    coordinates: Coordinates,
     options: PolishOptions,
     checkpoint: Path | None = None,
     progress: Progress = lambda step, done, total: None,
@@ -84,13 +84,13 @@ def polish(
     Args:
         models: Source and target.
         sequences: Train and held-out token ids, [N, T] each.
-        splits: Moments that tell in which coordinates to step.
+        coordinates: In which to step; on the target's device.
         checkpoint: File to resume from and to write to; removed at the end.
     """
     train, held_out = sequences
     options = replace(options, continuation=min(options.continuation, train.shape[1] // 4))
     start = cmap.to(models[1].device, torch.float32)
-    run = _Run(start, Coordinates.of(start, splits), options, json_digest(_key(cmap, options)))
+    run = _Run(start, coordinates, options, json_digest(_key(cmap, options)))
     run.resume(checkpoint)
     unseen = _unseen(cmap, models, held_out, options)
     readings = Readings(models, train)
@@ -98,7 +98,8 @@ def polish(
         run.look(models[1], unseen)
     while run.step < options.steps and not run.stale():
         chosen, stop = _draw(train, run.step, options)
-        given = readings.lesson(chosen, stop, options.continuation, *_native(cmap, stop, options))
+        ends = native_ends(cmap.options, stop - options.continuation)
+        given = readings.lesson(chosen, stop, options.continuation, *ends)
         run.advance(given, models[1])
         if run.step % options.every == 0 or run.step == options.steps:
             run.look(models[1], unseen)
@@ -107,8 +108,9 @@ def polish(
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     made = {"options": asdict(options), "held_out_kl": {str(k): v for k, v in run.history.items()}}
-    best = run.cmap(run.best).to("cpu") if min(run.history, key=run.history.get) else cmap
-    return Polished(replace(best, provenance=cmap.provenance | {"polish": made}), run.history)
+    best = run.cmap(run.best) if min(run.history, key=run.history.get) else cmap
+    best = replace(best.to("cpu"), provenance=cmap.provenance | {"polish": made})
+    return Polished(best, run.history)
 
 
 def _key(cmap: CacheMap, options: PolishOptions) -> list[Any]:
@@ -130,20 +132,20 @@ def _unseen(
     """Return held-out lessons, half of them at half the length."""
     kept = held_out[: options.held_out]
     halves = kept[0::2], kept[1::2, : max(kept.shape[1] // 2, options.continuation + 3)]
+    after = options.continuation
     return [
-        lesson(models, half, options.continuation, *_native(cmap, half.shape[1], options))
+        lesson(models, half, after, *native_ends(cmap.options, half.shape[1] - after))
         for half in halves
         if len(half)
     ]
 
 
-def _native(cmap: CacheMap, tokens: int, options: PolishOptions) -> tuple[int, int]:
-    """Return the native head and tail of a lesson of so many tokens, as they are in use.
+def native_ends(options: MapOptions, context: int) -> tuple[int, int]:
+    """Return the native head and tail of a lesson's context of so many tokens, as they are in use.
 
     A tail is at most half of its context, so that short ones are mapped as well.
     """
-    context = tokens - options.continuation
-    return cmap.options.native_head, min(cmap.options.tail_length(context), context // 2)
+    return options.native_head, min(options.tail_length(context), context // 2)
 
 
 @dataclass(eq=False)
@@ -191,7 +193,8 @@ class _Run:
         divergences = [float(loss(current, target, given)[1]) for given in unseen]
         found = sum(divergences) / len(divergences)
         if found < min(self.history.values(), default=float("inf")):
-            self.best = [leaf.detach().clone() for leaf in self.leaves]
+            for best, leaf in zip(self.best, self.leaves, strict=True):
+                best.copy_(leaf)
         self.history[self.step] = found
 
     def stale(self) -> bool:

@@ -25,7 +25,7 @@ from kvmap.fit.closed_form import Splits, regressions
 from kvmap.mapping import MapOptions
 from kvmap.models import LoadedModel
 from kvmap.models.attention import visit_attention
-from kvmap.moments import Moments, Rows
+from kvmap.moments import Moments
 
 BOUNDARIES = 32
 BATCH = 4
@@ -138,7 +138,9 @@ def weighted_splits(
         members = train[sequence] & (position >= options.native_head)
         if members.any():
             place = (sequence[members], position[members] // stride)
-            total.merge(_of_shard(found, sizes, rows, members, scaled, place))
+            for group in found:
+                x, y = (rows.design(b)[members] for b in (group.inputs, group.outputs))
+                total.add(group, weighted_moments(x, y, scaled[group.name][place]))
     return replace(splits, train=total, weighted=True)
 
 
@@ -176,23 +178,6 @@ def _reads(weights: Weights, outputs: tuple[Block, ...]) -> Tensor:
     """Return the reads of one head, or the mean over the heads that share a regression."""
     table = weights[outputs[0].kind, outputs[0].layer]
     return table[..., [block.head for block in outputs]].mean(-1)
-
-
-def _of_shard(
-    groups: tuple[Group, ...],
-    sizes: dict[str, int],
-    rows: Rows,
-    members: Tensor,
-    scaled: dict[str, Tensor],
-    place: tuple[Tensor, Tensor],
-) -> Moments:
-    part = Moments(groups, sizes)
-    for group in groups:
-        weight = scaled[group.name][place]
-        x, y = rows.design(group.inputs)[members], rows.design(group.outputs)[members]
-        for name, tensor in weighted_moments(x, y, weight).items():
-            part.tensors[f"{group.name}.{name}"] = tensor
-    return part
 
 
 def weighted_moments(x: Tensor, y: Tensor, weight: Tensor) -> dict[str, Tensor]:

@@ -200,11 +200,30 @@ def parameter_count(config: Any, trust_remote_code: bool = False) -> int:
     Raises:
         UsageError: There is no such language model.
     """
+    return sum(parameter.numel() for parameter in _hollow(config, trust_remote_code).parameters())
+
+
+def tape_width(config: Any, trust_remote_code: bool = False) -> int:
+    """Return how many numbers of a token a layer keeps while gradients pass through it, frozen.
+
+    A product with frozen weights keeps nothing. What is left: the residual stream before either
+    norm; queries, and what attention makes of them; three of the gated MLP's inner channels;
+    queries and keys once more where they have norms of their own.
+    """
+    shape = shape_of(config)
+    queries = shape.query_heads * shape.head_size
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    normed = any(
+        name.endswith("q_norm") for name, _ in _hollow(config, trust_remote_code).named_modules()
+    )
+    return 2 * config.hidden_size + 2 * queries + 3 * inner + normed * (queries + shape.width)
+
+
+def _hollow(config: Any, trust_remote_code: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with _told(config.name_or_path or config.model_type), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def identify(name: str, trust_remote_code: bool = False) -> str | None:
