@@ -106,6 +106,13 @@ class KVCache:
         move = lambda tensors: tuple(map(Tensor.to, tensors, places))  # noqa: E731
         return replace(self, keys=move(self.keys), values=move(self.values))
 
+    def copy_to(self, room: KVCache) -> None:
+        """Copy keys and values to the front of a larger cache of the same model."""
+        place = room.slice(0, self.tokens)
+        for mine, theirs in ((place.keys, self.keys), (place.values, self.values)):
+            for tensor, other in zip(mine, theirs, strict=True):
+                tensor.copy_(other)
+
 
 def concat(first: KVCache, second: KVCache) -> KVCache:
     """Join two caches of one model along the tokens."""

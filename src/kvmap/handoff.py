@@ -150,7 +150,7 @@ def finish(
     token_ids = token_ids.to(target.device)
     if room is None:
         room = _empty(target, token_ids)
-        _copy(mapped, room)
+        mapped.copy_to(room)
         clock.lap("build")
     if head := min(native_head, stop):
         prefill(target, token_ids[:, :head], room=room)
@@ -169,12 +169,6 @@ def _empty(target: LoadedModel, token_ids: Tensor) -> KVCache:
     """Return the target's cache of a context, to be filled; its positions are not set."""
     positions = torch.zeros_like(token_ids, device=target.device)
     return empty_cache(target.signature.geometry, positions, target.dtype, target.places)
-
-
-def _copy(mapped: KVCache, room: KVCache) -> None:
-    for kind in ("keys", "values"):
-        for theirs, mine in zip(getattr(mapped, kind), getattr(room, kind), strict=True):
-            mine[:, :, : mapped.tokens].copy_(theirs)
 
 
 def map_middle(
@@ -211,7 +205,8 @@ def map_middle(
 
 def _check_head(what: str, cache: KVCache) -> None:
     """Check that the target can prefill the first tokens: they are text and stand at 0."""
-    start = int(cache.positions[:, 0].abs().max())
+    first = cache.positions[:, 0]
+    start = int(first[first.abs().argmax()])
     padded = cache.mask is not None and not bool(cache.mask.all())
     if padded or start:
         found = "is padded" if padded else f"begins at position {start}"

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from kvmap.cache import KVCache
 from kvmap.engine import empty_cache, prepare
@@ -159,11 +158,7 @@ class StreamingMap:
 
 
 def _copy(source: KVCache, room: KVCache) -> None:
-    """Copy a cache to the front of a room."""
-    place = room.slice(0, source.tokens)
-    for mine, theirs in zip(_tensors(place), _tensors(source), strict=True):
-        mine.copy_(theirs)
-
-
-def _tensors(cache: KVCache) -> tuple[Tensor, ...]:
-    return (*cache.keys, *cache.values, cache.positions, cache.token_ids)
+    """Copy a cache, positions and tokens too, to the front of a room."""
+    source.copy_to(room)
+    room.positions[:, : source.tokens] = source.positions
+    room.token_ids[:, : source.tokens] = source.token_ids

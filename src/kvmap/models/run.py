@@ -29,10 +29,11 @@ def to_dynamic_cache(cache: KVCache, loaded: LoadedModel | None = None) -> Any:
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    built = DynamicCache(config=loaded.model.config) if loaded else DynamicCache()
     if loaded is None:
+        built = DynamicCache()
         built.layers.extend(DynamicLayer() for _ in cache.keys)
-    if loaded is not None:
+    else:
+        built = DynamicCache(config=loaded.model.config)
         cache = cache.placed(loaded.places)
     for layer, keys, values in zip(built.layers, cache.keys, cache.values, strict=True):
         layer.lazy_initialization(keys, values)
