@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvmap.bench.clock import Clock, timings
 from kvmap.cache import KVCache
-from kvmap.calibration_files import empty_moments
+from kvmap.calibration_files import Scope, empty_moments
 from kvmap.chosen import near_layers
 from kvmap.columns import KINDS, Block, entry_sides
 from kvmap.fit import Splits, with_assignment
@@ -50,13 +50,13 @@ def moments(options: MapOptions, count: int, seed: int) -> Moments:
     """Accumulate the moments of random rows."""
     generator = torch.Generator().manual_seed(seed)
     entries = {
-        (side, kind): tuple(
-            torch.randn(count, shape.kv_heads, SIZE, generator=generator) for _ in range(depth)
-        )
-        for side, shape, depth in entry_sides(SOURCE, TARGET)
+        (side, kind): {
+            at: torch.randn(count, shape.kv_heads, SIZE, generator=generator) for at in layers
+        }
+        for side, shape, layers in entry_sides(SOURCE, TARGET, options.lookback_layers)
         for kind in KINDS
     }
-    made = empty_moments(SOURCE, TARGET, options.heads, options.mixed)
+    made = empty_moments(SOURCE, TARGET, Scope(options.heads, options.mixed))
     made.update(Rows(entries))
     return made
 

@@ -29,6 +29,7 @@ from kvmap import fit, models, pipeline
 from kvmap.bench.shapes import config_of, random_map, random_model
 from kvmap.calibration import Calibration
 from kvmap.collect import CollectOptions, collect
+from kvmap.columns import first_and_middle
 from kvmap.fit.job import weighted
 from kvmap.fit_stages import FitSize, stages
 from kvmap.footprint import collect_bytes, use_bytes
@@ -102,6 +103,7 @@ class Pair:
 
     def job(self, recipe: fit.Recipe, options: CollectOptions) -> fit.Job:
         """Return a fit to do, of a calibration that is made for it."""
+        recipe = fit.with_lookback(recipe, first_and_middle(self.shapes[0]))
         made = replace(recipe, options=fit.with_assignment(recipe.options, *self.shapes))
         # Others for each layer, and apart: none is a view of the moments, or serves two.
         count = len(range(0, self.layers, 2))
@@ -111,7 +113,7 @@ class Pair:
 
     def planned(self, job: fit.Job, options: CollectOptions) -> dict[str, int]:
         """Return the bytes that each stage of a fit would take."""
-        moments = moments_bytes(*self.shapes, options.heads, options.joint)
+        moments = moments_bytes(*self.shapes, options.scope)
         grid, k = (SEQUENCES, self.length), len(job.layers[0])
         size = FitSize(job.recipe, k, self.shapes, self.sizes, grid, options, moments, 4)
         return {row["stage"]: row["peak_bytes"] for row in stages(size, rate=1.0)}

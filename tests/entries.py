@@ -34,19 +34,24 @@ SOURCE = geometry(3, 2, 4)
 TARGET = geometry(2, 4, 6, theta=5e5)
 
 
-def noise(count: int, source=SOURCE, target=TARGET, seed: int = 0, mean: float = 0.0) -> Rows:
-    """Draw entries without any relation between or within the models."""
+def noise(
+    count: int, source=SOURCE, target=TARGET, seed: int = 0, mean: float = 0.0, late=(0,)
+) -> Rows:
+    """Draw entries without any relation between or within the models.
+
+    `late` are the source layers drawn of the tokens before.
+    """
     generator = torch.Generator().manual_seed(seed)
     entries = {}
     for side, shape in zip(SIDES, (source, target), strict=True):
         for kind in KINDS:
             size = (shape.layers, count, shape.kv_heads, shape.head_size)
             drawn = torch.randn(size, generator=generator, dtype=torch.float64) + mean
-            entries[side, kind] = tuple(drawn.float())
+            entries[side, kind] = dict(enumerate(drawn.float()))
     for side, kind in itertools.product(BACK, KINDS):
-        size = (count, source.kv_heads, source.head_size)
+        size = (len(late), count, source.kv_heads, source.head_size)
         drawn = torch.randn(size, generator=generator, dtype=torch.float64) + mean
-        entries[side, kind] = (drawn.float(),)
+        entries[side, kind] = dict(zip(late, drawn.float(), strict=True))
     return Rows(entries)
 
 
@@ -61,12 +66,12 @@ def related(
     everything = matrix(rows, [b for kind in KINDS for b in blocks(source, "source", kind)])
     relation = np.random.default_rng(99)
     for kind in KINDS:
-        made = []
-        for layer in rows.entries["target", kind]:
+        made = {}
+        for at, layer in rows.entries["target", kind].items():
             weight = relation.normal(size=(everything.shape[1], layer[0].numel()))
             image = everything @ weight / np.sqrt(everything.shape[1]) + 3
-            made.append(torch.from_numpy(image).float().view_as(layer) + unexplained * layer)
-        rows.entries["target", kind] = tuple(made)
+            made[at] = torch.from_numpy(image).float().view_as(layer) + unexplained * layer
+        rows.entries["target", kind] = made
     return rows
 
 
@@ -86,7 +91,9 @@ def matrix(rows: Rows, wanted: list[Block]) -> np.ndarray:
 
 def part(rows: Rows, start: int, stop: int) -> Rows:
     """Take some of the rows."""
-    return Rows({name: tuple(t[start:stop] for t in ts) for name, ts in rows.entries.items()})
+    return Rows(
+        {name: {at: t[start:stop] for at, t in ts.items()} for name, ts in rows.entries.items()}
+    )
 
 
 def moments(

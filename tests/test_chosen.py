@@ -6,6 +6,7 @@ import random
 import pytest
 from entries import geometry
 
+from kvmap.calibration_files import Scope
 from kvmap.chosen import chosen_groups, groups_apart, near_layers
 from kvmap.columns import groups, head_sizes
 from kvmap.map_options import MapOptions, input_blocks
@@ -78,5 +79,5 @@ def test_near_layers_are_neighbours_at_the_same_depth():
 
 
 def test_plan_counts_chosen_blocks_only():
-    whole = moments_bytes(SOURCE, TARGET, "all", False)
-    assert moments_bytes(SOURCE, TARGET, "all", False, CHOICES[0]) < 0.5 * whole
+    whole = moments_bytes(SOURCE, TARGET, Scope("all", False))
+    assert moments_bytes(SOURCE, TARGET, Scope("all", False, CHOICES[0])) < 0.5 * whole

@@ -22,7 +22,7 @@ from kvmap.clearing import clear
 from kvmap.collect import CollectOptions, collect, held_out_mask
 from kvmap.columns import BACK, Block
 from kvmap.errors import UsageError
-from kvmap.fit import recipe, with_assignment
+from kvmap.fit import recipe, with_assignment, with_lookback
 from kvmap.fit.closed_form import regressions
 from kvmap.merge import merge
 from kvmap.pair import FitRequest, fit_calibration
@@ -476,12 +476,15 @@ def test_merge_does_not_write_among_other_files(halves, tmp_path):
         merge(halves(), tmp_path / "ab")
 
 
-def test_the_source_keeps_its_first_layer_of_the_tokens_before(run, native_rows, tmp_path):
-    """Layer 0 some tokens late, zeros ahead of the first."""
-    shards = list(run(tmp_path / "c").shards())
-    for (back, side), kind in product(enumerate(BACK, 1), ("key", "value")):
-        found = torch.cat([rows.entries[side, kind][0] for rows, *_ in shards]).flatten(1)
-        expected = native_rows["source", kind][0]
+@pytest.mark.parametrize(("asked", "kept"), [((), (0, 1)), ((2,), (2,)), ((0, 1, 2), (0, 1, 2))])
+def test_the_source_keeps_some_layers_of_the_tokens_before(run, native_rows, tmp_path, asked, kept):
+    """Some tokens late, zeros ahead of the first; the first and the middle layer if not asked."""
+    made = run(tmp_path / "c", dataclasses.replace(OPTIONS, lookback_layers=asked))
+    assert made.scope.lookback_layers == made.moments("train").lookback_layers == kept
+    shards = list(made.shards())
+    for (back, side), kind, layer in product(enumerate(BACK, 1), ("key", "value"), kept):
+        found = torch.cat([rows.entries[side, kind][layer] for rows, *_ in shards]).flatten(1)
+        expected = native_rows["source", kind][layer]
         late = np.pad(expected, ((0, 0), (back, 0), (0, 0)))[:, :-back][:, ::STRIDE]
         np.testing.assert_allclose(found.numpy(), late.reshape(len(found), -1), atol=2e-5)
 
@@ -502,7 +505,8 @@ def test_moments_of_chosen_layers_make_the_same_map(run, tmp_path, heads, dump):
     )
     some = dataclasses.replace(OPTIONS, heads=heads, layers=layers, dump=dump, moments=not dump)
     part = run(tmp_path / "part", some)
-    chosen = replace(recipe("kvmap-matched"), ridge=1e-3)
+    chosen = with_lookback(recipe("kvmap-matched"), full.scope.lookback_layers)
+    chosen = replace(chosen, ridge=1e-3)
     options = with_assignment(replace(chosen.options, heads=heads), *shapes)
     chosen = replace(chosen, options=options)
     data = [splits(found, 4) for found in (full, part)]

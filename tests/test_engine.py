@@ -30,6 +30,10 @@ COMBINATIONS = [
         ("all", "matched"), (False, True), ((False, 0), (True, 0), (True, 2))
     )
 ]
+COMBINATIONS += [
+    MapOptions(heads=heads, lookback=2, lookback_layers=late)
+    for heads, late in (("all", (0, 3)), ("matched", (1,)))
+]
 
 
 def made(shapes, options, parts="plain", seed=0, choices=CHOICES) -> CacheMap:
@@ -101,11 +105,14 @@ def expected(cmap, cache, first, index, kind):
     anchors = []
     if options.anchor:
         anchors = [turned(first[0], positions, target.rope[0], -1), first[1].double()]
-    first = [turned(cache.keys[0], positions, source.rope[0], -1), cache.values[0].double()]
     back = [
         torch.nn.functional.pad(tensor, (0, 0, late, -late))
         for late in range(1, options.lookback + 1)
-        for tensor in first
+        for layer in options.lookback_layers
+        for tensor in (
+            turned(cache.keys[layer], positions, source.rope[layer], -1),
+            cache.values[layer].double(),
+        )
     ]
     made = []
     for head in range(target.kv_heads):
@@ -225,12 +232,15 @@ def test_memory_beside_the_caches_is_bounded_and_does_not_grow_with_tokens(monke
 @pytest.mark.parametrize("heads", ["all", "matched"])
 def test_what_stands_before_a_part_of_a_context_is_read(heads):
     """A part mapped after others equals its share of the whole; blind to them, it does not."""
-    cmap = made(SHAPES["as many heads"], MapOptions(heads=heads, lookback=3))
+    late = (0, 2, 4)
+    cmap = made(SHAPES["as many heads"], MapOptions(heads=heads, lookback=3, lookback_layers=late))
     cache = drawn(cmap.source.geometry)
     whole = cmap.apply(cache)
     for start in (1, 2, 5):
-        rest = cache.slice(start, cache.tokens)
-        part, blind = cmap.apply(rest, before=cache.slice(0, start)), cmap.apply(rest)
+        rest, before = cache.slice(start, cache.tokens), cache.slice(0, start)
+        part, blind = cmap.apply(rest, before=before), cmap.apply(rest)
+        alone = cmap.apply(rest, before=before.only(late))
+        torch.testing.assert_close(alone.values, part.values)
         for layer in range(3):
             torch.testing.assert_close(part.keys[layer], whole.keys[layer][:, :, start:])
             torch.testing.assert_close(part.values[layer], whole.values[layer][:, :, start:])
@@ -242,7 +252,7 @@ def test_what_stands_before_a_part_of_a_context_is_read(heads):
 
 def test_padding_is_not_looked_back_to():
     """After padding a text maps to what it maps to from its own beginning."""
-    cmap = made(SHAPES["fewer heads"], MapOptions(lookback=2, joint=True))
+    cmap = made(SHAPES["fewer heads"], MapOptions(lookback=2, lookback_layers=(0, 1), joint=True))
     cache = drawn(cmap.source.geometry, batch=1)
     mask = torch.arange(cache.tokens)[None] >= 4
     padded = cmap.apply(KVCache(cache.keys, cache.values, cache.positions, mask=mask))

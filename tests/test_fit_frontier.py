@@ -43,7 +43,8 @@ def test_candidates_are_measured_on_the_pair(pair, calibration):
     assert points == sorted(points, key=lambda point: (point.cost, point.divergence))
     assert all(0 <= point.divergence < 1 for point in points)
     dearest = points[-1].recipe
-    assert (dearest.options.heads, dearest.options.joint, dearest.k) == ("all", True, 3)
+    assert (dearest.options.joint, dearest.options.lookback, dearest.k) == (True, 3, 3)
+    assert dearest.options.lookback_layers == found.scope.lookback_layers
     assert points[0].best
     assert all(point.milliseconds > 0 for point in points)
     short, long = (

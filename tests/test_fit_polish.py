@@ -21,10 +21,11 @@ def start(request, pair, calibration):
     """Return a pair, a map that too large a penalty has spoilt, sequences and coordinates."""
     recipe = fit.recipe("kvmap")
     heads = "all" if request.param == "low rank" else request.param
-    options = dataclasses.replace(recipe.options, heads=heads)
+    late = (0,) if request.param == "all" else ()
+    options = dataclasses.replace(recipe.options, heads=heads, lookback_layers=late)
     found = calibration("twin_llama")
     options = fit.with_assignment(options, found.source.geometry, found.target.geometry)
-    recipe = dataclasses.replace(recipe, k=1, ridge=0.3, options=options)
+    recipe = dataclasses.replace(recipe, k=1, ridge=0.3, rank=None, options=options)
     splits = pipeline.splits(found, options.native_head)
     layers = pipeline.select_layers(splits, recipe).layers
     openers = tuple(lambda model=model: model for model in pair("twin_llama"))

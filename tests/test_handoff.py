@@ -189,7 +189,7 @@ def test_native_head_is_exact(loaded, native, head):
 def test_what_is_mapped_looks_back_into_the_native_head(loaded, head):
     """The middle is that of a map of the whole context: the source has read the head as well."""
     model, ids = loaded("qwen3_small"), token_ids(2, 40)
-    options = MapOptions(lookback=3, native_head=head)
+    options = MapOptions(lookback=3, lookback_layers=(0, 1), native_head=head)
     signatures = (model.signature, model.signature)
     cmap = random_map(signatures, Recipe(2, 0.0, options), torch.device("cpu"), torch.float32)
     own, _ = prefill(model, ids)

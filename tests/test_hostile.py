@@ -31,6 +31,8 @@ from kvmap.transfer import message_ids, prompt_ids, read_text
 TABLE = RopeTable((1.0, 0.1))
 GEOMETRY = Geometry(2, 2, 4, 4, 16, 32, 64, "qwen3", (TABLE, TABLE))
 SIGNATURE = Signature("a", None, "c", "w", "t", "p", "float32", GEOMETRY)
+# Layers of the tokens before that are none; the last is one that the source has not.
+LATE = ([], None, 0, ["0"], [1, 0], [-1, 0], [2])
 
 
 # --- headers whose digest is right and whose fields are not
@@ -107,6 +109,7 @@ def test_a_choice_of_layers_that_is_none_is_refused(change, tmp_path):
         {"native_layers": -1},
         {"assignment": ["0"]},
         {"assignment": None},
+        *({"lookback_layers": bad} for bad in LATE[:-1]),
         {"unheard": 1},
     ],
     ids=str,
@@ -125,7 +128,7 @@ INDEX = {
     "kind": "calibration",
     "source": SIGNATURE.to_json(),
     "target": SIGNATURE.to_json(),
-    "options": asdict(CollectOptions(heads="all", joint=True)),
+    "options": asdict(CollectOptions(heads="all", joint=True, lookback_layers=(0,))),
     "text": {},
     "tokens_digest": "d",
     "sequences": 8,
@@ -149,6 +152,7 @@ INDEX = {
         {"length": 0},
         {"options": {}},
         {"options": INDEX["options"] | {"native_head": "4"}},
+        *({"options": INDEX["options"] | {"lookback_layers": bad}} for bad in LATE),
         {"text": None, "tokens_digest": 5},
         {"source": {}},
     ],
@@ -164,7 +168,7 @@ def test_an_index_that_is_none_or_names_files_elsewhere_is_refused(change, tmp_p
 
 def dump(path, model, rows=3, heads=2):
     entries = [f"{kind}.{layer}" for layer in range(2) for kind in KINDS]
-    entries += [f"{side}.{kind}" for side in BACK for kind in KINDS]
+    entries += [f"{side}.{kind}.0" for side in BACK for kind in KINDS]
     tensors = {name: torch.zeros(rows, heads, 4) for name in entries}
     tensors |= {name: torch.arange(rows) for name in ("position", "sequence")}
     return artifacts.write(path, "dump", tensors, {"model": model.to_json()})
@@ -173,14 +177,14 @@ def dump(path, model, rows=3, heads=2):
 def test_rows_of_another_model_or_shape_are_refused(tmp_path):
     pair = (SIGNATURE, replace(SIGNATURE, weights_digest="other"))
     paths = [dump(tmp_path / f"{at}", model) for at, model in enumerate(pair)]
-    assert load_rows(*paths, pair)[0].count == 3
+    assert load_rows(*paths, pair, (0,))[0].count == 3
     with pytest.raises(
         UsageError, match=r"0: is of a \(digest .*\), expected a \(digest .*\); run"
     ):
-        load_rows(paths[0], paths[1], pair[::-1])
+        load_rows(paths[0], paths[1], pair[::-1], (0,))
     dump(paths[1], pair[1], heads=1)
     with pytest.raises(UsageError, match=r"'key\.0' has shape \(3, 1, 4\), expected \(3, 2, 4\)"):
-        load_rows(*paths, pair)
+        load_rows(*paths, pair, (0,))
 
 
 def test_what_was_made_before_and_is_damaged_is_made_again(tmp_path):

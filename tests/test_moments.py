@@ -58,7 +58,7 @@ def test_merging_halves_with_other_means_counts_the_difference():
     """The between-batch part is all there is when each half is constant."""
     first, second = noise(50, mean=100.0), noise(70, seed=1, mean=-20.0)
     both = {
-        name: tuple(map(torch.cat, zip(layers, second.entries[name], strict=True)))
+        name: {at: torch.cat((own, second.entries[name][at])) for at, own in layers.items()}
         for name, layers in first.entries.items()
     }
     made = moments(first)

@@ -11,6 +11,7 @@ from entries import SOURCE, TARGET, moments, noise, related
 from safetensors.torch import load_file, save_file
 
 from kvmap import fit, models, pair, pipeline, plan
+from kvmap.calibration_files import Scope
 from kvmap.collect import CollectOptions, collect
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe, Splits
@@ -95,10 +96,11 @@ def test_a_change_runs_what_depends_on_it_again(fitted, change, kept):
 def little_room(planted_paths, monkeypatch):
     """Leave memory for the moments of two chosen layers, and none for those of all."""
     shapes = pair.geometries(tuple(map(str, planted_paths("twin_llama"))), LOADING)
-    sample = plan.moments_bytes(*shapes, "matched", False)
-    some = plan.moments_bytes(*shapes, "all", False, ((0,), (1,), (0,), (1,))[: shapes[1].layers])
+    sample = plan.moments_bytes(*shapes, Scope("matched", False))
+    layers = ((0,), (1,), (0,), (1,))[: shapes[1].layers]
+    some = plan.moments_bytes(*shapes, Scope("all", False, layers))
     room = max(sample, some)
-    assert room < plan.moments_bytes(*shapes, "all", False)
+    assert room < plan.moments_bytes(*shapes, Scope("all", False))
     monkeypatch.setattr(plan, "free_memory", lambda device: room)
     return shapes
 
@@ -337,7 +339,7 @@ def test_automatic_k_leaves_rows_enough_for_every_input():
 def test_noise_is_not_fitted(recipe):
     """Nothing to learn: held-out R² is at most 0 for every layer but the anchor's own."""
     data = Splits(moments(noise(200)), moments(noise(200, seed=1)), SOURCE, TARGET)
-    chosen = fit.recipe(recipe)
+    chosen = fit.with_lookback(fit.recipe(recipe), data.train.lookback_layers)
     layers = pipeline.select_layers(data, chosen).layers
     _, scores = fit.fit_closed_form(data, layers, chosen.options, chosen.ridge)
     for kind in ("key", "value"):

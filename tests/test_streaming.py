@@ -14,7 +14,13 @@ from kvmap.streaming import StreamingMap
 
 PLAIN = MapOptions()
 EXACT = MapOptions(
-    joint=True, anchor=True, exact_first=True, lookback=3, native_head=4, native_tail=3
+    joint=True,
+    anchor=True,
+    exact_first=True,
+    lookback=3,
+    lookback_layers=(0, 2),
+    native_head=4,
+    native_tail=3,
 )
 OPTIONS = [PLAIN, MapOptions(heads="matched", lookback=2, native_head=1), EXACT]
 

@@ -128,7 +128,7 @@ def test_chunks_join_without_a_seam(launched, monkeypatch, options):
 
 
 def test_what_stands_before_is_read_like_in_the_plain_engine(launched, monkeypatch):
-    options = MapOptions(heads="matched", lookback=3)
+    options = MapOptions(heads="matched", lookback=3, lookback_layers=(0, 4))
     pair = shapes("more heads")
     cmap, cache = made(pair, options), drawn(pair[0], tokens=20, batch=1)
     before = drawn(pair[0], 2, 1, seed=5)

@@ -64,9 +64,10 @@ class KVCache:
             None if self.mask is None else self.mask[:, start:stop],
         )
 
-    def lowest(self, layers: int) -> KVCache:
-        """Return the lowest layers."""
-        return replace(self, keys=self.keys[:layers], values=self.values[:layers])
+    def only(self, layers: Sequence[int]) -> KVCache:
+        """Return some layers, in the order given."""
+        keys, values = (tuple(s[layer] for layer in layers) for s in (self.keys, self.values))
+        return replace(self, keys=keys, values=values)
 
     def first(self, batch: int) -> KVCache:
         """Return the first sequences of the batch as views."""

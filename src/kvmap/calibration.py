@@ -14,6 +14,7 @@ from torch import Tensor
 from kvmap import artifacts, header
 from kvmap.calibration_files import (
     SPLITS,
+    Scope,
     empty_moments,
     head_rows,
     load_moments,
@@ -24,6 +25,7 @@ from kvmap.calibration_files import (
 )
 from kvmap.errors import UsageError
 from kvmap.geometry import Signature, json_digest
+from kvmap.map_options import ascending
 from kvmap.moments import Moments
 
 INDEX = "index.json"
@@ -67,6 +69,11 @@ class Calibration:
         # A model's digest leaves its dtype out, but its rows are rounded to it.
         sides = [[side.digest, side.dtype] for side in (self.source, self.target)]
         return json_digest([kept, *sides])
+
+    @property
+    def scope(self) -> Scope:
+        """Which moments it keeps, or its rows give."""
+        return scope_of(self.index["options"])
 
     @property
     def tokens(self) -> int:
@@ -127,7 +134,8 @@ class Calibration:
             held_out = artifact.tensor("held_out")
             for split, members in (("train", ~held_out), ("held_out", held_out)):
                 if members.any():
-                    made[split].update(head_rows(artifact, members, geometries))
+                    rows = head_rows(artifact, members, geometries, self.scope.lookback_layers)
+                    made[split].update(rows)
         return made
 
     def _moments_from_dump(self, first: int) -> dict[str, Moments]:
@@ -136,8 +144,7 @@ class Calibration:
                 f"{self.path}: has neither moments nor a dump; run `kvmap collect` again"
             )
         geometries = (self.source.geometry, self.target.geometry)
-        scope = scope_of(self.index["options"])
-        made = {split: empty_moments(*geometries, *scope) for split in SPLITS}
+        made = {split: empty_moments(*geometries, self.scope) for split in SPLITS}
         for rows, position, sequence in self.shards():
             out = self.sequences["held_out"][sequence]
             for split, members in (("train", ~out), ("held_out", out)):
@@ -148,7 +155,8 @@ class Calibration:
         """Yield (rows, position [n], sequence [n]) of each dumped shard."""
         for shard in self.index["shards"]:
             paths = (self.path / shard["source"], self.path / shard["target"])
-            rows, position, sequence = load_rows(*paths, (self.source, self.target))
+            models, late = (self.source, self.target), self.scope.lookback_layers
+            rows, position, sequence = load_rows(*paths, models, late)
             if not all(0 <= at < self.index["sequences"] for at in sequence.unique().tolist()):
                 raise UsageError(
                     f"{paths[0]}: holds sequences that this calibration has not; "
@@ -185,9 +193,13 @@ def _check_index(index: dict[str, Any]) -> None:
     for name in (*names, *index["heads"]):
         if not FILE.fullmatch(name):
             raise ValueError(f"{name[:40]!r} is no file of a calibration")
-    layers = scope_of(options)[2]
+    scope = scope_of(options)
+    layers = scope.layers
     shape = [index[side]["geometry"]["layers"] for side in ("target", "source")]
     if layers is not None and (
         len(layers) != shape[0] or not all(0 <= s < shape[1] for row in layers for s in row)
     ):
         raise ValueError("the chosen layers are not the models'")
+    late = scope.lookback_layers
+    if not ascending(late) or late[-1] >= shape[1]:
+        raise ValueError("the layers of tokens before are not the source's")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,37 @@ from kvmap.moments import ACCUMULATE, Moments, Rows
 SPLITS = ("train", "held_out")
 
 
+@dataclass(frozen=True)
+class Scope:
+    """Which moments are kept.
+
+    Attributes:
+        heads: "all" or "matched".
+        joint: Keys beside values, the anchor and the tokens before.
+        layers: Source layers of each target layer; None keeps all.
+        lookback_layers: Source layers that are kept of the tokens before.
+    """
+
+    heads: str
+    joint: bool
+    layers: Layers | None = None
+    lookback_layers: tuple[int, ...] = (0,)
+
+
 def head_rows(
-    artifact: artifacts.Artifact, members: Tensor, geometries: tuple[Geometry, Geometry]
+    artifact: artifacts.Artifact,
+    members: Tensor,
+    geometries: tuple[Geometry, Geometry],
+    lookback_layers: tuple[int, ...],
 ) -> Rows:
     """Return the rows of first tokens, which are kept apart, of some members [n] of a file."""
     return Rows(
         {
-            (side, kind): tuple(
-                _entries(artifact, f"{side}.{kind}.{layer}", len(members), geometry)[members]
-                for layer in range(layers)
-            )
-            for side, geometry, layers in entry_sides(*geometries)
+            (side, kind): {
+                layer: _entries(artifact, f"{side}.{kind}.{layer}", len(members), geometry)[members]
+                for layer in layers
+            }
+            for side, geometry, layers in entry_sides(*geometries, lookback_layers)
             for kind in KINDS
         }
     )
@@ -38,30 +59,30 @@ def head_rows(
 def empty_moments(
     source: Geometry,
     target: Geometry,
-    heads: str,
-    joint: bool,
-    layers: Layers | None = None,
+    scope: Scope,
     products: torch.dtype = ACCUMULATE,
     device: str = "cpu",
 ) -> Moments:
-    """Return accumulators for a pair; of all layers, or of what a choice of them reads.
+    """Return accumulators for a pair.
 
     Args:
         products: Dtype in which rows are multiplied before they are added up in float64.
     """
-    found, sizes = groups(source, target, heads, joint), head_sizes(source, target)
-    if layers is not None:
-        found = chosen_groups(found, layers, sizes)
+    found = groups(source, target, scope.heads, scope.joint, scope.lookback_layers)
+    sizes = head_sizes(source, target)
+    if scope.layers is not None:
+        found = chosen_groups(found, scope.layers, sizes)
     return Moments(found, sizes, device, products)
 
 
-def scope_of(options: dict[str, Any]) -> tuple[str, bool, Layers | None]:
-    """Return which moments recorded options keep: heads, joint, chosen layers."""
+def scope_of(options: dict[str, Any]) -> Scope:
+    """Return which moments recorded options keep."""
     layers = options.get("layers")
-    return (
+    return Scope(
         options["heads"],
         options["joint"],
         layers and tuple(tuple(map(operator.index, row)) for row in layers),
+        tuple(map(operator.index, options["lookback_layers"])),
     )
 
 
@@ -89,7 +110,7 @@ def load_moments(path: Path) -> tuple[dict[str, Moments], dict[str, Any]]:
         scope = scope_of(artifact.metadata)
     made = {}
     for split in SPLITS:
-        made[split] = empty_moments(*geometries, *scope, device="meta")
+        made[split] = empty_moments(*geometries, scope, device="meta")
         for name, empty in made[split].tensors.items():
             require_shape(artifact, f"{split}.{name}", tuple(empty.shape))
             made[split].tensors[name] = artifact.tensor(f"{split}.{name}")
@@ -97,9 +118,15 @@ def load_moments(path: Path) -> tuple[dict[str, Moments], dict[str, Any]]:
 
 
 def load_rows(
-    source: Path, target: Path, models: tuple[Signature, Signature]
+    source: Path,
+    target: Path,
+    models: tuple[Signature, Signature],
+    lookback_layers: tuple[int, ...],
 ) -> tuple[Rows, Tensor, Tensor]:
     """Read one shard: rows of both models, their positions and sequence numbers [n].
+
+    Args:
+        lookback_layers: Layers that the source's file holds of the tokens before.
 
     Raises:
         UsageError: The two files hold different tokens, or rows of other models.
@@ -114,16 +141,18 @@ def load_rows(
         for name in ("position", "sequence"):
             require_shape(artifact, name, (len(artifact.tensor("position")),))
         for kind in KINDS:
-            entries[side, kind] = tuple(
-                _entries(
-                    artifact, f"{kind}.{at}", len(artifact.tensor("position")), expected.geometry
-                )
+            rows = len(artifact.tensor("position"))
+            entries[side, kind] = {
+                at: _entries(artifact, f"{kind}.{at}", rows, expected.geometry)
                 for at in range(expected.geometry.layers)
-            )
+            }
     count, geometry = len(opened["source"].tensor("position")), models[0].geometry
     for side in BACK:
         for kind in KINDS:
-            entries[side, kind] = (_entries(opened["source"], f"{side}.{kind}", count, geometry),)
+            entries[side, kind] = {
+                at: _entries(opened["source"], f"{side}.{kind}.{at}", count, geometry)
+                for at in lookback_layers
+            }
     places = {side: (a.tensor("position"), a.tensor("sequence")) for side, a in opened.items()}
     if not all(torch.equal(*pair) for pair in zip(places["source"], places["target"], strict=True)):
         raise UsageError(f"{source} and {target} hold different tokens; run `kvmap collect` again")

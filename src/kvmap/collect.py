@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from kvmap import artifacts, atomic
 from kvmap.calibration import INDEX, MOMENTS, Calibration
 from kvmap.calibration_files import (
     SPLITS,
+    Scope,
     empty_moments,
     load_moments,
     load_rows,
     save_moments,
-    scope_of,
 )
 from kvmap.clearing import RUN, clear
-from kvmap.columns import LOOKBACK
+from kvmap.columns import LOOKBACK, first_and_middle
 from kvmap.content import content_rows, row_width
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest, pairing_problems
@@ -54,6 +54,8 @@ class CollectOptions:
         joint: Keep keys beside values, and the anchor, in the moments; None like "auto".
         layers: Source layers of each target layer: moments of what these read, and no others;
             None keeps those of all.
+        lookback_layers: Source layers kept of the tokens before, in rows and moments; none for
+            the first and the middle.
         products: Dtype in which rows are multiplied before they are added up in float64:
             "float64", or "float32", which is faster and costs about six digits.
         dump: Keep the rows.
@@ -68,11 +70,17 @@ class CollectOptions:
     heads: str = "auto"
     joint: bool | None = None
     layers: tuple[tuple[int, ...], ...] | None = None
+    lookback_layers: tuple[int, ...] = ()
     products: str = "float64"
     dump: bool = True
     moments: bool = True
     batch: int = 4
     shard: int = 32
+
+    @property
+    def scope(self) -> Scope:
+        """Which moments are kept."""
+        return Scope(self.heads, self.joint, self.layers, self.lookback_layers)
 
 
 Opener = Callable[[], LoadedModel]
@@ -109,7 +117,10 @@ def collect(
     """
     check_options(options, token_ids)
     with ranks() as team:
-        run = _Run(_Models(openers, together), token_ids, out, options, text, team)
+        models = _Models(openers, together)
+        late = options.lookback_layers or first_and_middle(models.source.geometry)
+        options = replace(options, lookback_layers=late)
+        run = _Run(models, token_ids, out, options, text, team)
         if run.start(force):
             return run.tidy()
         steps = {"source": run.source_rows, "target": run.target_rows, "moments": run.add_moments}
@@ -262,9 +273,9 @@ class _Run:
             return
         geometries = (self.models.source.geometry, self.models.target.geometry)
         products = getattr(torch, self.options.products)
-        scope = (*scope_of(asdict(self.options)), products)
+        scope = self.options.scope
         kept = SPLITS if self.options.moments else ()
-        self.moments = {split: empty_moments(*geometries, *scope) for split in kept}
+        self.moments = {split: empty_moments(*geometries, scope, products) for split in kept}
 
     def source_rows(self, shard: int) -> None:
         self._rows(shard, 0)
@@ -287,18 +298,18 @@ class _Run:
         loaded = self.models.open(side)
         members = self._sequences(shard)
         places = torch.arange(0, self.token_ids.shape[1], self.options.stride)
-        kept, lookback = len(places), LOOKBACK * (side == 0)
+        kept, lookback, late = len(places), LOOKBACK * (side == 0), self.options.lookback_layers
         rows = len(members) * kept
         # In one piece: pieces of a megabyte or two would lie among what passes, and leave holes.
         block = torch.empty(
-            rows * row_width(loaded.signature.geometry, lookback), dtype=loaded.dtype
+            rows * row_width(loaded.signature.geometry, lookback * len(late)), dtype=loaded.dtype
         )
         tensors: dict[str, Tensor] = {}
         for start in range(0, len(members), self.options.batch):
             batch = members[start : start + self.options.batch]
             # Into their place at once: joined at the end, all rows would be held twice.
             for name, part in content_rows(
-                loaded, self.token_ids[list(batch)], self.options.stride, lookback
+                loaded, self.token_ids[list(batch)], self.options.stride, lookback, late
             ):
                 if name not in tensors:
                     own, block = block.tensor_split([rows * part[0].numel()])
@@ -314,7 +325,7 @@ class _Run:
             return
         paths = (self._path(0, shard), self._path(1, shard))
         pair = (self.models.source, self.models.target)
-        rows, position, sequence = load_rows(*paths, pair)
+        rows, position, sequence = load_rows(*paths, pair, self.options.lookback_layers)
         head = position < self.options.native_head
         out = self.held_out[sequence]
         for split, members in (("train", ~out), ("held_out", out)):
@@ -329,7 +340,7 @@ class _Run:
         tensors = {
             f"{side}.{kind}.{layer}": tensor[head]
             for (side, kind), layers in rows.entries.items()
-            for layer, tensor in enumerate(layers)
+            for layer, tensor in layers.items()
         }
         artifacts.write(
             self._path("head", shard), "dump", tensors | {"held_out": out[head]}, {}, private=True
@@ -342,9 +353,7 @@ class _Run:
 
     def _scope(self) -> dict[str, Any]:
         return {
-            "heads": self.options.heads,
-            "joint": self.options.joint,
-            "layers": self.options.layers,
+            **asdict(self.options.scope),
             "source": self.models.source.to_json(),
             "target": self.models.target.to_json(),
         }

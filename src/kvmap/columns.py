@@ -8,7 +8,7 @@ per target head with its own source head only, which is H times smaller (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvmap.geometry import Geometry
@@ -48,15 +48,26 @@ def head_sizes(source: Geometry, target: Geometry) -> dict[str, int]:
     return of_source | {"target": target.head_size}
 
 
-def entry_sides(source: Geometry, target: Geometry) -> list[tuple[str, Geometry, int]]:
+def entry_sides(
+    source: Geometry, target: Geometry, lookback_layers: tuple[int, ...]
+) -> list[tuple[str, Geometry, Sequence[int]]]:
     """Return a row's sides with the model each is of and the layers it holds."""
-    back = [(side, source, 1) for side in BACK]
-    return [("source", source, source.layers), ("target", target, target.layers), *back]
+    back = [(side, source, lookback_layers) for side in BACK]
+    whole = [(side, of, range(of.layers)) for side, of in (("source", source), ("target", target))]
+    return [*whole, *back]
 
 
 def head_assignment(source_heads: int, target_heads: int) -> tuple[int, ...]:
     """Return the source KV head each target KV head reads, by index ratio."""
     return tuple(head * source_heads // target_heads for head in range(target_heads))
+
+
+def first_and_middle(source: Geometry) -> tuple[int, ...]:
+    """Return which source layers of the tokens before are kept where nothing else is asked.
+
+    Layer 0 knows which tokens they are, the middle one what they are there.
+    """
+    return tuple(sorted({0, source.layers // 2}))
 
 
 def blocks(
@@ -68,29 +79,36 @@ def blocks(
             yield Block(side, kind, layer, head)
 
 
-def groups(source: Geometry, target: Geometry, heads: str, joint: bool) -> tuple[Group, ...]:
+def groups(
+    source: Geometry,
+    target: Geometry,
+    heads: str,
+    joint: bool,
+    lookback_layers: tuple[int, ...] = (0,),
+) -> tuple[Group, ...]:
     """Return the groups of moments from which maps of these options can be fitted.
 
     Args:
         heads: "all" or "matched".
         joint: Keep keys beside values, and beside both the target's layer 0 (the anchor) and
-            the source's layer 0 of the tokens before.
+            the source's `lookback_layers` of the tokens before.
     """
+    late = lookback_layers if joint else ()
     if heads == "all":
-        return tuple(_head_groups(source, target, None, None, joint, "all"))
+        return tuple(_head_groups(source, target, None, None, joint, late, "all"))
     found = []
     for head, source_head in enumerate(head_assignment(source.kv_heads, target.kv_heads)):
-        found += _head_groups(source, target, (source_head,), (head,), joint, f"head{head}")
+        found += _head_groups(source, target, (source_head,), (head,), joint, late, f"head{head}")
     return tuple(found)
 
 
-def _head_groups(source, target, source_heads, target_heads, joint, name) -> Iterator[Group]:
+def _head_groups(source, target, source_heads, target_heads, joint, late, name) -> Iterator[Group]:
     kinds = [KINDS] if joint else [("key",), ("value",)]
     for subset in kinds:
         inputs = [b for kind in subset for b in blocks(source, "source", kind, source_heads)]
         outputs = [b for kind in subset for b in blocks(target, "target", kind, target_heads)]
         if joint:
-            first = [block for block in inputs if block.layer == 0]
+            read = [block for block in inputs if block.layer in late]
             inputs += [block for block in outputs if block.layer == 0]
-            inputs += [replace(block, side=side) for side in BACK for block in first]
+            inputs += [replace(block, side=side) for side in BACK for block in read]
         yield Group(name if joint else f"{name}.{subset[0]}", tuple(inputs), tuple(outputs))

@@ -234,7 +234,7 @@ def _polish(size: FitSize) -> Stage:
     making = size.moments + models + whole + 4 * weights + frames + 6 * WIDE * square
 
     wide = target.kv_heads * source.head_size if made.heads == "matched" else source.width
-    inputs = 2 * (source.layers + made.lookback) * wide + 2 * made.anchor * target.width
+    inputs = 2 * (source.layers + made.late_layers(source)) * wide + 2 * made.anchor * target.width
     context = batch * (cut - head)
     outputs = 4 * 2 * context * target.width * mapped
     past = batch * cut * other * speaks.itemsize if head or speaks.itemsize != 4 else 0

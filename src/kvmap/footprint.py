@@ -22,10 +22,14 @@ def kept_groups(source: Geometry, target: Geometry, options: CollectOptions) -> 
     """Return the groups whose moments a collection keeps."""
     if not options.moments:
         return ()
-    found = groups(source, target, options.heads, options.joint)
+    found = _all_groups(source, target, options)
     if options.layers is None:
         return found
     return chosen_groups(found, options.layers, head_sizes(source, target))
+
+
+def _all_groups(source: Geometry, target: Geometry, options: CollectOptions) -> tuple[Group, ...]:
+    return groups(source, target, options.heads, options.joint, options.lookback_layers)
 
 
 def group_shapes(source: Geometry, target: Geometry, options: CollectOptions) -> list[tuple]:
@@ -35,7 +39,7 @@ def group_shapes(source: Geometry, target: Geometry, options: CollectOptions) ->
 
 def apart_bytes(source: Geometry, target: Geometry, options: CollectOptions) -> int:
     """Return the most that moments take of any choice of as many layers as the options'."""
-    found = groups(source, target, options.heads, options.joint)
+    found = _all_groups(source, target, options)
     return accumulator_bytes(_widths(groups_apart(found, options.layers), source, target))
 
 
@@ -52,9 +56,13 @@ def accumulator_bytes(shapes: list[tuple]) -> int:
     return 2 * 8 * sum(p * p + p * q + p + 2 * q + 1 for p, q in shapes)
 
 
-def row_bytes(source: Geometry, target: Geometry, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of one kept token's row of the source, its lookback with it, and target."""
-    back = 2 * LOOKBACK * source.width * itemsize
+def row_bytes(source: Geometry, target: Geometry, itemsize: int, late: int = 1) -> tuple[int, int]:
+    """Return the bytes of one kept token's row of the source and of the target.
+
+    Args:
+        late: Layers kept of each of the tokens before.
+    """
+    back = 2 * LOOKBACK * late * source.width * itemsize
     return source.kv_bytes_per_token(itemsize) + back, target.kv_bytes_per_token(itemsize)
 
 
@@ -76,7 +84,7 @@ def collect_bytes(
     sizes = [parameters * itemsize for _, parameters in models]
     weights = sum(sizes) if together else max(sizes)
     rows = min(shape[0], options.shard) * -(-shape[1] // options.stride)
-    each = row_bytes(*shapes, itemsize)
+    each = row_bytes(*shapes, itemsize, len(options.lookback_layers))
     tokens = min(options.batch, shape[0]) * shape[1]
     reading = max(
         rows * row
@@ -157,7 +165,7 @@ def use_bytes(recipe: Recipe, k: int, source: Geometry, target: Geometry) -> int
     """Return what mapping on a CPU holds beside both caches: weights as filed, and a workspace."""
     options = recipe.options
     heads, p, q = weight_shape(options, min(k, source.layers), source, target)
-    read = source.layers + options.lookback
+    read = source.layers + options.late_layers(source)
     columns = 2 * read * source.width + 2 * options.anchor * target.width
     gathered = p if k < source.layers else 0
     passing = 4 * 4 * max(source.width, target.width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from kvmap.columns import BACK, KINDS, LOOKBACK, Block
@@ -18,7 +19,9 @@ class MapOptions:
         heads: "all" or "matched".
         joint: Keys and values are each predicted from both.
         anchor: The target's own layer 0 is an input of every other layer.
-        lookback: Tokens before whose source layer 0, keys and values, is an input too.
+        lookback: Tokens before whose keys and values, of some source layers, are inputs too.
+        lookback_layers: These layers, ascending; none, only until a fit begins, for those that
+            the calibration keeps.
         exact_first: The target's layer 0 is computed, not mapped.
         native_layers: Lowest layers of the target that run natively over the whole context,
             so that their keys and values are exact; 1 is `exact_first`.
@@ -32,6 +35,7 @@ class MapOptions:
     joint: bool = False
     anchor: bool = False
     lookback: int = 0
+    lookback_layers: tuple[int, ...] = (0,)
     exact_first: bool = False
     native_layers: int = 0
     native_head: int = 0
@@ -46,7 +50,8 @@ class MapOptions:
         Raises:
             ValueError: One is not of its type, or out of range.
         """
-        made = cls(**data | {"assignment": tuple(map(operator.index, data["assignment"]))})
+        listed = {"assignment": data["assignment"], "lookback_layers": data["lookback_layers"]}
+        made = cls(**data | {k: tuple(map(operator.index, one)) for k, one in listed.items()})
         for name, kind in (("int", int), ("bool", bool)):
             for field_ in (f for f in fields(cls) if f.type == name):
                 if type(getattr(made, field_.name)) is not kind:
@@ -59,6 +64,8 @@ class MapOptions:
             raise ValueError(f"tail_share is {made.tail_share!r:.20}, expected up to 1")
         if not 0 <= made.lookback <= LOOKBACK:
             raise ValueError(f"lookback is {made.lookback}, expected 0 to {LOOKBACK}")
+        if not ascending(made.lookback_layers):
+            raise ValueError("lookback_layers are no ascending layers")
         return made
 
     @property
@@ -75,6 +82,10 @@ class MapOptions:
         """Number of the target's lowest layers that applying the map takes."""
         return max(self.exact_layers, int(self.anchor))
 
+    def late_layers(self, source: Geometry) -> int:
+        """Return how many layers of tokens before are read, counted for each of these tokens."""
+        return self.lookback * min(max(1, len(self.lookback_layers)), source.layers)
+
     @property
     def mixed(self) -> bool:
         """Whether a regression reads more than entries of the kind that it predicts."""
@@ -86,6 +97,11 @@ class MapOptions:
         return self.joint
 
 
+def ascending(layers: tuple[int, ...]) -> bool:
+    """Return whether these are layers, one at least, each above the one before."""
+    return bool(layers) and layers[0] >= 0 and all(a < b for a, b in pairwise(layers))
+
+
 def weight_shape(
     options: MapOptions, k: int, source: Geometry, target: Geometry
 ) -> tuple[int, int, int]:
@@ -95,7 +111,7 @@ def weight_shape(
         inner, outer, groups = source.head_size, target.head_size, target.kv_heads
     else:
         inner, outer, groups = source.width, target.width, 1
-    p = (k * kinds + 2 * options.lookback) * inner + 2 * options.anchor * outer
+    p = (k * kinds + 2 * options.late_layers(source)) * inner + 2 * options.anchor * outer
     return groups, p, outer
 
 
@@ -113,6 +129,7 @@ def input_blocks(
         head: The target head for matched heads, None for all heads.
         heads: Number of source and of target KV heads.
     """
+    assert options.lookback_layers, "a fit fills it in, see `fit.recipes.with_lookback`"
     kinds = KINDS if options.joint else (kind,)
     read = range(heads[0]) if head is None else (options.assignment[head],)
     own = range(heads[1]) if head is None else (head,)
@@ -120,5 +137,6 @@ def input_blocks(
     if options.anchor:
         found += [Block("target", part, 0, h) for part in KINDS for h in own]
     for side in BACK[: options.lookback]:
-        found += [Block(side, part, 0, h) for part in KINDS for h in read]
+        late = options.lookback_layers
+        found += [Block(side, part, s, h) for s in late for part in KINDS for h in read]
     return found

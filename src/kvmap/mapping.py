@@ -3,8 +3,9 @@
 For target layer t and chosen source layers S:  K̂_t = R_t(concat_S(R_s⁻¹K_s, …)·W_K + b_K),
 V̂_t likewise without the rotations. The inputs are the chosen layers' keys for keys and values
 for values (arXiv 2608.03893); `joint` gives both to both; `anchor` appends the target's own
-layer-0 keys and values, which depend on the token alone; `lookback` appends the source's layer-0
-keys and values of the tokens before, which low layers are often about; `heads="matched"` lets
+layer-0 keys and values, which depend on the token alone; `lookback` appends keys and values of
+the source's `lookback_layers` of the tokens before, which low layers are often about;
+`heads="matched"` lets
 each target head read its own source head only (arXiv 2609.00891).
 """
 
@@ -95,7 +96,8 @@ class CacheMap:
                 [B, H_t, T, D_t] of layer 0, then of layer 1, as many as `options.read_layers`.
             out: Written and returned instead of a new cache of the source's dtype.
             before: The source's cache of the tokens before these, `options.lookback` of them or
-                as many as there are; None where the context begins.
+                as many as there are, all layers or `options.lookback_layers` alone; None where the
+                context begins.
 
         Raises:
             UsageError: The cache is not of the source's shape, or `first` is missing.

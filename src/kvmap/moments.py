@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmap.columns import Block, Group
+from kvmap.columns import BACK, Block, Group
 from kvmap.errors import UsageError
 from kvmap.ridge import Covariance
 
@@ -29,15 +29,15 @@ BLOCK = 512
 class Rows:
     """Content-space cache entries of n tokens of both models.
 
-    `entries[side, kind]` is one tensor [n, H, D] per layer; of "back1" and so on layer 0 alone.
+    `entries[side, kind]` has a tensor [n, H, D] by layer; of "back1" and so on, some layers alone.
     """
 
-    entries: dict[tuple[str, str], tuple[Tensor, ...]]
+    entries: dict[tuple[str, str], dict[int, Tensor]]
 
     @property
     def count(self) -> int:
         """Number of rows n."""
-        return next(iter(self.entries.values()))[0].shape[0]
+        return len(next(iter(next(iter(self.entries.values())).values())))
 
     def design(
         self,
@@ -53,7 +53,10 @@ class Rows:
     def pick(self, members: Tensor) -> Rows:
         """Return a copy of some rows, by their numbers."""
         return Rows(
-            {name: tuple(t[members] for t in layers) for name, layers in self.entries.items()}
+            {
+                name: {at: tensor[members] for at, tensor in layers.items()}
+                for name, layers in self.entries.items()
+            }
         )
 
 
@@ -109,6 +112,12 @@ class Moments:
     def _of(self, group: Group) -> dict[str, Tensor]:
         names = ("count", "input_mean", "output_mean", "gram", "cross", "output_square")
         return {name: self.tensors[f"{group.name}.{name}"] for name in names}
+
+    @property
+    def lookback_layers(self) -> tuple[int, ...]:
+        """Layers of the tokens before that are recorded; layer 0 where none are."""
+        late = {b.layer for group in self.groups for b in group.inputs if b.side == BACK[0]}
+        return tuple(sorted(late)) or (0,)
 
     @property
     def count(self) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 from kvmap import atomic, demo, fit, models, plan, text
 from kvmap.calibration import Calibration
-from kvmap.calibration_files import scope_of
 from kvmap.collect import CollectOptions, collect
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe
@@ -110,15 +109,24 @@ def geometries(names: tuple[str, str], loading: Loading) -> tuple[Geometry, Geom
 def with_scope(
     options: CollectOptions, shapes: tuple[Geometry, Geometry], recipe: Recipe | None = None
 ) -> CollectOptions:
-    """Fill in which moments are kept: what fits in memory, and what the recipe reads at least."""
-    heads, joint = plan.moments_scope(*shapes, options.layers)
-    if recipe is not None:
-        heads = "all" if recipe.options.heads == "all" else heads
-        joint = joint or recipe.options.mixed
+    """Fill in which moments are kept: what fits in memory, and what the recipe reads at least.
+
+    Raises:
+        UsageError: The layers of the tokens before are not the source's.
+    """
+    scope = plan.moments_scope(*shapes, options.layers)
+    scope = scope if recipe is None else plan.scope_for(recipe, scope)
+    late = options.lookback_layers or scope.lookback_layers
+    if late[-1] >= shapes[0].layers:
+        raise UsageError(
+            f"found layer {late[-1]} of the tokens before, but the source has "
+            f"{shapes[0].layers} layers; give --lookback-layers below that"
+        )
     return replace(
         options,
-        heads=heads if options.heads == "auto" else options.heads,
-        joint=joint if options.joint is None else options.joint,
+        heads=scope.heads if options.heads == "auto" else options.heads,
+        joint=scope.joint if options.joint is None else options.joint,
+        lookback_layers=late,
     )
 
 
@@ -266,7 +274,7 @@ def fit_calibration(
     if request.layers is not None:
         _, layers, record = load_layers(request.layers)
         layers_path, k, known = request.layers, record["k"], False
-    elif (recorded := scope_of(calibration.index["options"])[2]) is not None:
+    elif (recorded := calibration.scope.layers) is not None:
         layers, layers_path, k, known = recorded, calibration.path, max(map(len, recorded)), True
     else:
         choice, layers_path, known = cached_layers(

@@ -108,6 +108,7 @@ def select_layers(data: Splits, recipe: Recipe, method: str = "top") -> Choice:
         recipe: Its k, or "auto" for the k with the best held-out R², and its inputs.
         method: "top" by single-layer score, or "greedy".
     """
+    recipe = fit.with_lookback(recipe, data.train.lookback_layers)
     scores = score_layers(data.train, data.held_out, data.source, data.target)
     if recipe.k != "auto":
         k = min(int(recipe.k), data.source.layers)
@@ -200,8 +201,16 @@ def cached_layers(
 
 
 def _completed(recipe: Recipe, calibration: Calibration) -> Recipe:
-    """Fill in which source head each target head reads."""
+    """Fill in which source head each target head reads, and how many layers of tokens before."""
+    kept = calibration.scope.lookback_layers
+    recipe = fit.with_lookback(recipe, kept)
     options = recipe.options
+    if options.lookback and not set(options.lookback_layers) <= set(kept):
+        wanted, found = (",".join(map(str, one)) for one in (options.lookback_layers, kept))
+        raise UsageError(
+            f"{calibration.path}: keeps layers {found} of the tokens before, the map reads "
+            f"{wanted}; collect with `--lookback-layers {wanted}`"
+        )
     free = options.heads == "matched" and not options.assignment
     if free and recipe.assign == "best" and calibration.index["options"]["heads"] == "all":
         found = best_assignment(splits(calibration, options.native_head))

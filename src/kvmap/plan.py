@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvmap.calibration_files import Scope
 from kvmap.chosen import Layers
 from kvmap.collect import CollectOptions
-from kvmap.fit.recipes import RECIPES
+from kvmap.columns import first_and_middle
+from kvmap.fit.recipes import RECIPES, Recipe, with_lookback
 from kvmap.footprint import (
     accumulator_bytes,
     collect_bytes,
@@ -51,27 +53,35 @@ class Cost:
     seconds: float | None
 
 
-def moments_bytes(
-    source: Geometry, target: Geometry, heads: str, joint: bool, layers: Layers | None = None
-) -> int:
-    """Return the bytes of train and held-out moments, of all layers or of a choice."""
-    options = CollectOptions(heads=heads, joint=joint, layers=layers)
+def moments_bytes(source: Geometry, target: Geometry, scope: Scope) -> int:
+    """Return the bytes of train and held-out moments."""
+    options = CollectOptions(**vars(scope))
     return accumulator_bytes(group_shapes(source, target, options))
 
 
-def moments_scope(
-    source: Geometry, target: Geometry, layers: Layers | None = None
-) -> tuple[str, bool]:
-    """Return the widest scope of moments (heads, joint) that stays within memory bounds."""
-    if moments_bytes(source, target, "all", True, layers) <= ALL_HEADS_BYTES:
-        return "all", True
-    return "matched", moments_bytes(source, target, "matched", True, layers) <= JOINT_BYTES
+def moments_scope(source: Geometry, target: Geometry, layers: Layers | None = None) -> Scope:
+    """Return the widest scope of moments that stays within bounds of memory."""
+    wide = Scope("all", True, layers, first_and_middle(source))
+    if moments_bytes(source, target, wide) <= ALL_HEADS_BYTES:
+        return wide
+    matched = replace(wide, heads="matched")
+    return replace(matched, joint=moments_bytes(source, target, matched) <= JOINT_BYTES)
+
+
+def scope_for(recipe: Recipe, widest: Scope) -> Scope:
+    """Return which moments are kept for a recipe: what fits in memory, what it reads at least."""
+    options = recipe.options
+    return Scope(
+        "all" if options.heads == "all" else widest.heads,
+        widest.joint or options.mixed,
+        widest.layers,
+        options.lookback_layers or widest.lookback_layers,
+    )
 
 
 def too_large(source: Geometry, target: Geometry, options: CollectOptions) -> str | None:
     """Say what to do where the moments do not fit in the memory that is free here."""
-    scope = (options.heads, options.joint, options.layers)
-    needed = moments_bytes(source, target, *scope) if options.moments else 0
+    needed = moments_bytes(source, target, options.scope) if options.moments else 0
     free = free_memory("cpu")
     if needed <= free:
         return None
@@ -89,7 +99,7 @@ def two_passes(
     """Say that and why a fit goes on in two passes; None where all moments fit in memory."""
     if options.layers is not None or too_large(source, target, options) is None:
         return None
-    needed = moments_bytes(source, target, options.heads, options.joint)
+    needed = moments_bytes(source, target, options.scope)
     wanted = f"at most {USUAL_K}" if k == "auto" else k
     return (
         f"in two passes, since {_needed(options, needed, free_memory('cpu'))}: a sample of "
@@ -119,7 +129,7 @@ def dump_bytes(
 ) -> int:
     """Return the bytes of the dump of [N, T] tokens."""
     rows = shape[0] * -(-shape[1] // options.stride)
-    return rows * sum(row_bytes(source, target, itemsize))
+    return rows * sum(row_bytes(source, target, itemsize, len(options.lookback_layers)))
 
 
 def forward_flops(parameters: int, geometry: Geometry, shape: tuple[int, int]) -> float:
@@ -144,8 +154,7 @@ def collect_cost(
         rate: FLOP/s; measured here if not given.
     """
     (source, source_size), (target, target_size) = models
-    scope = (options.heads, options.joint, options.layers)
-    moments = moments_bytes(source, target, *scope) if options.moments else 0
+    moments = moments_bytes(source, target, options.scope) if options.moments else 0
     dump = dump_bytes(source, target, options, shape, itemsize)
     per_row = sum(2 * p * (p + q) for p, q in group_shapes(source, target, options))
     rows = shape[0] * -(-shape[1] // options.stride)
@@ -164,12 +173,12 @@ def map_table(
     Args:
         moments: Bytes of a calibration's; those that each recipe would collect if not given.
     """
-    heads, joint = moments_scope(source, target)
+    widest = moments_scope(source, target)
     rows = []
     for name, recipe in RECIPES.items():
-        wide = "all" if recipe.options.heads == "all" else heads
-        scope = (wide, joint or recipe.options.mixed)
-        kept = moments_bytes(source, target, *scope) if moments is None else moments
+        scope = scope_for(recipe, widest)
+        kept = moments_bytes(source, target, scope) if moments is None else moments
+        recipe = with_lookback(recipe, scope.lookback_layers)
         for k in (1, 4, 8) if recipe.k == "auto" else (int(recipe.k),):
             parameters = map_parameters(recipe, k, source, target)
             rows.append(

@@ -13,7 +13,6 @@ import torch
 
 from kvmap import fit, models, plan
 from kvmap.calibration import Calibration
-from kvmap.calibration_files import scope_of
 from kvmap.chosen import near_layers
 from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
@@ -56,8 +55,7 @@ def collect_plan(
     grid, itemsize = (text.sequences, text.length), sizes[0].itemsize
     pair = tuple((shape, size.parameters) for shape, size in zip(shapes, sizes, strict=True))
     cost = plan.collect_cost(pair, grid, options, itemsize)
-    scope = (options.heads, options.joint, options.layers)
-    moments = plan.moments_bytes(*shapes, *scope) if options.moments else 0
+    moments = plan.moments_bytes(*shapes, options.scope) if options.moments else 0
     return {
         "sequences": text.sequences,
         "length": text.length,
@@ -104,7 +102,8 @@ def plan_models(
     grid, second = (text.sequences, text.length), passes.get("second_pass", {})
     k = second.get("k") or _most_layers(request, shapes, grid, options)
     moments = second.get("apart_moments_bytes") or found["collect"]["moments_bytes"]
-    size = FitSize(request.recipe, k, shapes, sizes, grid, options, moments, sizes[0].itemsize)
+    recipe = fit.with_lookback(request.recipe, kept.lookback_layers)
+    size = FitSize(recipe, k, shapes, sizes, grid, options, moments, sizes[0].itemsize)
     return {**found, "fit": _fit_plan(size)}
 
 
@@ -140,15 +139,16 @@ def calibration_plan(
     """Return the size of each recipe's map of a calibration, and what the stages of a fit take."""
     index, recorded = calibration.index, calibration.index["options"]
     shapes = (calibration.source.geometry, calibration.target.geometry)
-    scope = scope_of(recorded)
-    moments = plan.moments_bytes(*shapes, *scope)
+    scope = calibration.scope
+    moments = plan.moments_bytes(*shapes, scope)
     kept = {name: recorded[name] for name in ("stride", "held_out", "shard") if name in recorded}
-    options, grid = CollectOptions(layers=scope[2], **kept), (index["sequences"], index["length"])
+    options, grid = CollectOptions(**vars(scope), **kept), (index["sequences"], index["length"])
     k = _most_layers(request, shapes, grid, options)
     names = (calibration.source.name, calibration.target.name)
     sizes = tuple(_size_by_name(name, loading) for name in names)
     itemsize = getattr(torch, calibration.source.dtype).itemsize
-    size = FitSize(request.recipe, k, shapes, sizes, grid, options, moments, itemsize)
+    recipe = fit.with_lookback(request.recipe, scope.lookback_layers)
+    size = FitSize(recipe, k, shapes, sizes, grid, options, moments, itemsize)
     return {"maps": map_sizes(shapes, 4, moments), "fit": _fit_plan(size)}
 
 

@@ -46,7 +46,7 @@ class StreamingMap:
         self.tokens = 0
         self.capacity = capacity
         self.room: KVCache | None = None
-        # The source's first layer alone, which later tokens look back to.
+        # The source's layers that later tokens look back to.
         self.read: KVCache | None = None
 
     @property
@@ -73,8 +73,8 @@ class StreamingMap:
         for room in (self.room, self.read):
             room.positions[:, self.tokens : stop] = chunk.positions
             room.token_ids[:, self.tokens : stop] = chunk.token_ids
-        self.read.keys[0][:, :, self.tokens : stop] = chunk.keys[0]
-        self.read.values[0][:, :, self.tokens : stop] = chunk.values[0]
+        late = chunk.only(self.cmap.options.lookback_layers)
+        late.copy_to(self.read.slice(self.tokens, stop))
         own = max(0, min(self.cmap.options.native_head, stop) - self.tokens)
         if own:
             past = self.cache if self.tokens else None
@@ -107,10 +107,11 @@ class StreamingMap:
         self, batch: int, dtype: torch.dtype, room: KVCache | None, read: KVCache | None
     ) -> None:
         """Make room for the capacity, and copy there what has been read so far."""
-        first = replace(self.cmap.source.geometry, layers=1)
+        layers = len(self.cmap.options.lookback_layers)
+        late = replace(self.cmap.source.geometry, layers=layers)
         target = self.target
         self.room = self._empty(batch, target.signature.geometry, target.dtype, target.places)
-        self.read = self._empty(batch, first, dtype)
+        self.read = self._empty(batch, late, dtype)
         if room is not None:
             _copy(room.slice(0, self.tokens), self.room)
             _copy(read.slice(0, self.tokens), self.read)

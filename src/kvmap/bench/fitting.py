@@ -16,12 +16,12 @@ from kvmap.bench.clock import Clock, timings
 from kvmap.bench.layers import prefill_seconds
 from kvmap.bench.pair import BenchOptions, random_tokens
 from kvmap.bench.shapes import config_of, deepened, fast_dtype, random_model
-from kvmap.calibration_files import empty_moments
+from kvmap.calibration_files import Scope, empty_moments
 from kvmap.chosen import near_layers
 from kvmap.collect import CollectOptions
-from kvmap.columns import KINDS, entry_sides
+from kvmap.columns import KINDS, entry_sides, first_and_middle
 from kvmap.errors import UsageError
-from kvmap.fit import Recipe, Splits, with_assignment
+from kvmap.fit import Recipe, Splits, with_assignment, with_lookback
 from kvmap.fit.closed_form import RIDGE_GRID, layer_score
 from kvmap.geometry import Geometry
 from kvmap.moments import Moments, Rows
@@ -52,7 +52,9 @@ def bench_fit(
     depths = [config_of(name).num_hidden_layers for name in names]
     whole = tuple(deepened(one, depth) for one, depth in zip(models, depths, strict=True))
     shapes, scale = _cut(whole, recipe.options.heads)
-    rows, moments = _drawn(shapes, options.seed), _moments(shapes, recipe)
+    recipe = with_lookback(recipe, first_and_middle(whole[0]))
+    moments = _moments(shapes, recipe)
+    rows = _drawn(shapes, recipe.options.lookback_layers, options.seed)
     accumulate = timings(
         lambda: {"update": clock.timed(lambda: moments.update(rows))[1]}, options.budget
     )["update"].median
@@ -92,26 +94,26 @@ def _cut(whole: tuple[Geometry, Geometry], heads: str) -> tuple[tuple[Geometry, 
 def _moments(shapes: tuple[Geometry, Geometry], recipe: Recipe) -> Moments:
     """Return accumulators of what a recipe reads."""
     options = recipe.options
-    scope = (options.heads, options.mixed)
-    needed = moments_bytes(*shapes, *scope)
+    scope = Scope(options.heads, options.mixed, lookback_layers=options.lookback_layers)
+    needed = moments_bytes(*shapes, scope)
     if needed > free_memory("cpu") / 2:
         raise UsageError(
-            f"the moments of {scope[0]} heads would take {needed / 1e9:.0f} GB here; "
+            f"the moments of {scope.heads} heads would take {needed / 1e9:.0f} GB here; "
             "time a recipe of matched heads, such as --recipe cachebridge"
         )
-    return empty_moments(*shapes, *scope)
+    return empty_moments(*shapes, scope)
 
 
-def _drawn(shapes: tuple[Geometry, Geometry], seed: int) -> Rows:
+def _drawn(shapes: tuple[Geometry, Geometry], late: tuple[int, ...], seed: int) -> Rows:
     """Draw entries [n, H, D] of every layer."""
     generator = torch.Generator().manual_seed(seed)
     return Rows(
         {
-            (side, kind): tuple(
-                torch.randn(ROWS, shape.kv_heads, shape.head_size, generator=generator)
-                for _ in range(depth)
-            )
-            for side, shape, depth in entry_sides(*shapes)
+            (side, kind): {
+                at: torch.randn(ROWS, shape.kv_heads, shape.head_size, generator=generator)
+                for at in layers
+            }
+            for side, shape, layers in entry_sides(*shapes, late)
             for kind in KINDS
         }
     )

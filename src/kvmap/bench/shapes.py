@@ -14,9 +14,9 @@ import torch
 
 from kvmap import models
 from kvmap.chosen import near_layers
-from kvmap.columns import KINDS
+from kvmap.columns import KINDS, first_and_middle
 from kvmap.engine import compute_dtype
-from kvmap.fit import Recipe, with_assignment
+from kvmap.fit import Recipe, with_assignment, with_lookback
 from kvmap.footprint import usual_rank
 from kvmap.geometry import Geometry, Signature
 from kvmap.map_options import MapOptions, weight_shape
@@ -95,6 +95,7 @@ def random_map(
 ) -> CacheMap:
     """Return a map of a recipe's shape with random weights."""
     source, target = (signature.geometry for signature in shapes)
+    recipe = with_lookback(recipe, first_and_middle(source))
     options = with_assignment(recipe.options, source, target)
     k = min(source.layers, USUAL_K if recipe.k == "auto" else int(recipe.k))
     shape = weight_shape(options, k, source, target)
@@ -157,6 +158,7 @@ def share_map(
         replace(signature, geometry=_first_layers(signature.geometry, count))
         for signature, count in zip(whole, (share.source_layers, share.target_layers), strict=True)
     ]
+    recipe = with_lookback(recipe, first_and_middle(whole[0].geometry))
     options = _without_exact(recipe.options)
     return random_map(tuple(cut), replace(recipe, options=options), device, dtype), share
 

@@ -49,6 +49,7 @@ def run(
             "--layers", metavar="LAYERS", help="Moments of what this choice of layers reads alone."
         ),
     ] = None,
+    lookback_layers: options.LookbackLayers = None,
     products: Annotated[
         str | None,
         typer.Option(
@@ -76,6 +77,7 @@ def run(
     out, names = Output(as_json, quiet), (source, target)
     typed = {"--dataset": dataset, "--sequences": sequences, "--length": length, "--seed": seed}
     typed |= {"--stride": stride, "--held-out": held_out, "--heads": heads, "--layers": layers}
+    typed |= {"--lookback-layers": lookback_layers}
     typed |= {"--products": products, "--no-dump": not dump, "--no-moments": not moments}
     typed |= {"--device": device, "--dtype": dtype, "--dry-run": dry_run}
     ignored.in_collect(typed | ignored.flag(joint, "joint"), merge, moments)
@@ -87,6 +89,7 @@ def run(
         heads=inputs.one_of("--heads", heads, "all", "matched"),
         joint=joint,
         layers=_chosen(layers),
+        lookback_layers=inputs.layers_or_none("--lookback-layers", lookback_layers),
         products=inputs.one_of("--products", products, "float64", "float32"),
         dump=dump,
         moments=moments,

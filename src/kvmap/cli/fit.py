@@ -93,8 +93,9 @@ def run(
     ] = None,
     lookback: Annotated[
         int | None,
-        typer.Option("--lookback", metavar="N", help="Tokens before to read in layer 0, up to 3."),
+        typer.Option("--lookback", metavar="N", help="Tokens before to read too, up to 3."),
     ] = None,
+    lookback_layers: options.LookbackLayers = None,
     exact_first: Annotated[
         bool | None,
         typer.Option("--exact-first/--no-exact-first", help="Compute the target's layer 0."),
@@ -161,6 +162,7 @@ def run(
         "joint": joint,
         "anchor": anchor,
         "lookback": inputs.between("--lookback", lookback, 0, LOOKBACK),
+        "lookback_layers": inputs.layers_or_none("--lookback-layers", lookback_layers),
         "exact_first": exact_first,
         "native_layers": inputs.at_least("--native-layers", native_layers, 0),
         "native_head": inputs.at_least("--native-head", native_head, 0),
@@ -190,6 +192,7 @@ def run(
     typed |= {"--layers": layers, "-k": k, "--method": method, "--weights": weights}
     typed |= {"--width": width, "--rank": rank, "--polish": polish, "--heads": heads}
     typed |= {"--assign": assign, "--lookback": lookback, "--output": output}
+    typed |= {"--lookback-layers": lookback_layers}
     for name, value in (("joint", joint), ("anchor", anchor), ("exact-first", exact_first)):
         typed |= ignored.flag(value, name)
     ignored.in_fit(typed, request.recipe)
@@ -259,6 +262,7 @@ def _frontier(
             p.recipe.options.joint,
             p.recipe.options.anchor,
             p.recipe.options.lookback,
+            ",".join(map(str, p.recipe.options.lookback_layers)),
             p.recipe.k,
             "full" if p.recipe.rank is None else f"+{p.recipe.rank:.0%} error",
             p.recipe.options.native_tail,
@@ -269,8 +273,8 @@ def _frontier(
         )
         for p in points
     ]
-    inside = ("heads", "joint", "anchor", "lookback", "k", "rank", "tail", "parameters")
-    head = ("frontier", *inside, "cost", "ms", "KL")
+    inside = ("heads", "joint", "anchor", "lookback", "of layers", "k", "rank", "tail")
+    head = ("frontier", *inside, "parameters", "cost", "ms", "KL")
     if limit is None:
         out.document({"frontier": [p.to_json() for p in points]}, lambda: table(head, rows))
         return None

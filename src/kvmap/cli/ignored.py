@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
 Asked = dict[str, Any]
 # What `kvmap fit --frontier` and `--budget` try out themselves.
-VARIED = ("-k", "--heads", "--assign", "--joint", "--anchor", "--lookback", "--rank", "--layers")
+VARIED = (
+    "-k",
+    "--heads",
+    "--assign",
+    "--joint",
+    "--anchor",
+    "--lookback",
+    "--lookback-layers",
+    "--rank",
+    "--layers",
+)
 # What follows the measurement of candidates, and is no part of it.
 AFTER = ("--method", "--weights", "--width", "--polish", "--output")
 # What `kvmap eval --predict` reads; all else that can be asked is of tasks.

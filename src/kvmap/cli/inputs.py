@@ -89,6 +89,20 @@ def heads_or_none(text: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, parts)) if all(p.isdecimal() and len(p) < 6 for p in parts) else None
 
 
+def layers_or_none(name: str, text: str | None) -> tuple[int, ...] | None:
+    """Read numbers of layers joined by commas, and put them in order.
+
+    Raises:
+        UsageError: They are no numbers.
+    """
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.isdecimal() and len(part) < 6 for part in parts):
+        raise UsageError(f"found {name} {text!r}, expected numbers of layers joined by commas")
+    return tuple(sorted(set(map(int, parts))))
+
+
 def share_or_milliseconds(text: str) -> tuple[float, str]:
     """Read a budget: a number and its unit, "share" or "ms".
 

@@ -110,6 +110,14 @@ K = Annotated[
         "-k", metavar="N|auto", help="Source layers per target layer; auto by held-out R²."
     ),
 ]
+LookbackLayers = Annotated[
+    str | None,
+    typer.Option(
+        "--lookback-layers",
+        metavar="N,N",
+        help="Source layers of the tokens before. [default: the first and the middle]",
+    ),
+]
 LayerMethod = Annotated[
     str | None,
     typer.Option("--method", metavar="top|greedy", help="How to choose layers. [default: top]"),

@@ -3,10 +3,11 @@
 A chunk of tokens is stripped once, every source layer that any target layer reads, into
 X [G, B·T, C]: G groups of heads that share a regression (all heads together, or one target
 head each); columns by source layer, keys beside values where they are joint, the target's own
-first layer and the source's of the tokens before last. A target layer's inputs are columns of X:
-a view where they lie together, else gathered into one reused buffer. Its keys are X·W + b turned
-to their positions, its values X·W + b, both written into the cache they are for. The chunk is as
-long as a fixed number of extra bytes allows, so memory beside the two caches does not grow with T.
+first layer and the source's layers of the tokens before last. A target layer's inputs are columns
+of X: a view where they lie together, else gathered into one reused buffer. Its keys are X·W + b
+turned to their positions, its values X·W + b, both written into the cache they are for. The chunk
+is as long as a fixed number of extra bytes allows, so memory beside the two caches does not grow
+with T.
 
 On CUDA one kernel does all of this (`kvmap.engine.fused`), where triton is there and the map is
 one that it computes; KVMAP_TRITON=0 turns it off.
@@ -65,8 +66,8 @@ def apply(
     for start in range(0, cache.tokens, work.chunk):
         stop = min(start + work.chunk, cache.tokens)
         part = None if first is None else tuple(tensor[:, :, start:stop] for tensor in first)
-        lookback = cmap.options.lookback
-        trail = Trail.of(cache, start, stop, lookback, before) if lookback else None
+        options = cmap.options
+        trail = Trail.of(cache, start, stop, options, before) if options.lookback else None
         chunk = make(cmap, cache.slice(start, stop), part, work, trail)
         chunk.write(out.slice(start, stop))
 

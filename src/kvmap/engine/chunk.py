@@ -16,7 +16,7 @@ from kvmap.columns import KINDS
 from kvmap.engine.layout import Ranges
 from kvmap.engine.trail import Trail
 from kvmap.engine.workspace import Workspace
-from kvmap.rope import Angles, strip
+from kvmap.rope import Angles
 
 if TYPE_CHECKING:
     from kvmap.mapping import CacheMap
@@ -55,11 +55,7 @@ class Chunk:
             self._lay(keys, first[1], start)
             start += work.layout.anchor
         if trail is not None:
-            content = strip(trail.keys, trail.positions, cmap.source.geometry.rope[0])
-            content, values = (self._assigned(tensor) for tensor in (content, trail.values))
-            for tokens in range(1, trail.lookback + 1):
-                self._lay(trail.late(content, tokens), trail.late(values, tokens), start)
-                start += work.layout.back
+            self._lay_trail(trail, start)
 
     def _assigned(self, tensor: Tensor) -> Tensor:
         """Return the source heads that the target heads read, [B, H, T, D]."""
@@ -91,6 +87,15 @@ class Chunk:
                 self.angles.undo(stacked, source.rope[layers[0]], keys[::kinds])
                 read = [self._assigned(cache.values[layer]) for layer in layers]
                 torch.stack(read, out=values[kinds - 1 :: kinds])
+
+    def _lay_trail(self, trail: Trail, start: int) -> None:
+        """Write what is read of the tokens before into every X, token by token, by layer."""
+        width, layers = self.work.layout.back, len(trail.layers)
+        for at, pair in enumerate(trail.content(self.cmap.source.geometry)):
+            read = tuple(map(self._assigned, pair))
+            for tokens in range(1, trail.lookback + 1):
+                place = start + ((tokens - 1) * layers + at) * width
+                self._lay(*(trail.late(tensor, tokens) for tensor in read), place)
 
     def _lay(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Write content keys and values [B, H, T, D] beside each other into every X."""

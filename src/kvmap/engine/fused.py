@@ -99,8 +99,10 @@ class FusedPlan:
         dtype = compute_dtype(weight_dtype(cmap), device.type)
         tile = Tile.of(cmap.target.geometry.head_size, dtype.itemsize)
         layers = [("source", kind, s) for s in cmap.source_layers for kind in KINDS]
-        sides = (*["target"] * cmap.options.anchor, *BACK[: cmap.options.lookback])
-        layers += [(side, kind, 0) for side in sides for kind in KINDS]
+        options = cmap.options
+        read = [("target", 0)] * options.anchor
+        read += [(side, s) for side in BACK[: options.lookback] for s in options.lookback_layers]
+        layers += [(side, kind, at) for side, at in read for kind in KINDS]
         rows = {name: at for at, name in enumerate(layers)}
         table = _steps(cmap, rows, tile.planes)
         counts = tuple(len(kinds[0][0]) for kinds in table)
@@ -192,10 +194,12 @@ class FusedChunk:
             self.inputs += first[:2]
             angles += [table.add(own, target.rope[0], undo=True), -1]
         self.late = []  # kept: the table knows angles by identity
+        entries = list(trail.entries()) if trail is not None else []
         for tokens in range(1, cmap.options.lookback + 1):
             self.late.append(Angles(trail.late(trail.positions, tokens)))
-            self.inputs += [trail.late(tensor, tokens) for tensor in (trail.keys, trail.values)]
-            angles += [table.add(self.late[-1], source.rope[0], undo=True), -1]
+            for s, pair in zip(trail.layers, entries, strict=True):
+                self.inputs += [trail.late(tensor, tokens) for tensor in pair]
+                angles += [table.add(self.late[-1], source.rope[s], undo=True), -1]
         self.turns = [table.add(own, rope, undo=False) for rope in target.rope]
         self.strips = max(angles) >= 0
         device = cache.positions.device

@@ -20,8 +20,8 @@ class Layout:
         groups: G.
         source: Columns of one source layer.
         anchor: Columns of the target's own first layer.
-        back: Columns of the source's first layer of one token before.
-        lookback: Tokens before that are read.
+        back: Columns of one layer of the source of one token before.
+        late: Layers that are read of all tokens before.
         outputs: Columns q of one target layer's keys, or values.
         places: Source layers in the order of their columns.
         alike: Ranges of places whose layers' keys turn alike.
@@ -34,7 +34,7 @@ class Layout:
     source: int
     anchor: int
     back: int
-    lookback: int
+    late: int
     outputs: int
     places: tuple[int, ...]
     alike: Ranges
@@ -51,9 +51,10 @@ class Layout:
         columns = width * (2 if cmap.options.joint else 1)
         outputs = target.width // groups
         anchor, back = 2 * outputs * cmap.options.anchor, 2 * width
+        late = cmap.options.late_layers(source)
         places = cmap.source_layers
         extra = len(places) * columns
-        shared = (extra, extra + anchor + cmap.options.lookback * back)
+        shared = (extra, extra + anchor + late * back)
         reads = []
         for layer in cmap.layers:
             starts = [places.index(s) * columns for s in layer.source_layers] if layer else []
@@ -68,7 +69,7 @@ class Layout:
             columns,
             anchor,
             back,
-            cmap.options.lookback,
+            late,
             outputs,
             places,
             _runs([source.rope[layer] for layer in places]),
@@ -85,7 +86,7 @@ class Layout:
     @property
     def columns(self) -> int:
         """C."""
-        return self.extra + self.anchor + self.lookback * self.back
+        return self.extra + self.anchor + self.late * self.back
 
 
 def _merged(ranges: list[tuple[int, int]]) -> Ranges:

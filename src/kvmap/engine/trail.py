@@ -1,55 +1,85 @@
-"""What a map reads of the tokens before: the source's first layer, some tokens late."""
+"""What a map reads of the tokens before: some source layers, some tokens late."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvmap.cache import KVCache
+from kvmap.geometry import Geometry
+from kvmap.map_options import MapOptions
+from kvmap.rope import strip
 
 
 @dataclass(frozen=True)
 class Trail:
-    """The source's first layer of a chunk of T tokens and of n tokens before it.
+    """Some of the source's layers, of a chunk of T tokens and of n tokens before it.
 
     Zeros stand where there is no token so far back, or padding.
 
     Attributes:
-        keys: [B, H_s, n + T, D_s], rotated.
-        values: Alike.
-        positions: [B, n + T].
+        parts: Caches of these layers whose tokens follow on one another, n + T less `missing`.
+        missing: Tokens that there are none of.
         lookback: n.
+        layers: Which ones of the source's these are.
     """
 
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
+    parts: tuple[KVCache, ...]
+    missing: int
     lookback: int
+    layers: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, cache: KVCache, start: int, stop: int, lookback: int, ahead: KVCache | None = None
+        cls,
+        cache: KVCache,
+        start: int,
+        stop: int,
+        options: MapOptions,
+        ahead: KVCache | None = None,
     ) -> Trail:
         """Lay out the trail of tokens start..stop of a cache.
 
         Args:
-            ahead: What stands before the cache itself, where anything does.
+            options: Of the map, which say how many tokens and which layers it reads.
+            ahead: What stands before the cache itself, where anything does: all its layers, or
+                those that are read alone.
         """
-        parts = [cache.lowest(1).slice(max(0, start - lookback), stop)]
+        lookback, layers = options.lookback, options.lookback_layers
+        parts = [cache.only(layers).slice(max(0, start - lookback), stop)]
         missing = max(0, lookback - start)
         if missing and ahead is not None:
-            parts.insert(0, ahead.lowest(1).slice(max(0, ahead.tokens - missing), ahead.tokens))
+            ahead = ahead if ahead.layers == len(layers) else ahead.only(layers)
+            parts.insert(0, ahead.slice(max(0, ahead.tokens - missing), ahead.tokens))
             missing -= parts[0].tokens
-        keys, values = (
-            pad(torch.cat([_real(part, side(part)[0]) for part in parts], 2), (0, 0, missing, 0))
-            for side in (attrgetter("keys"), attrgetter("values"))
-        )
-        positions = torch.cat([part.positions for part in parts], dim=1)
-        return cls(keys, values, pad(positions, (missing, 0)), lookback)
+        return cls(tuple(parts), missing, lookback, layers)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, n + T]."""
+        found = torch.cat([part.positions for part in self.parts], dim=1)
+        return pad(found, (self.missing, 0))
+
+    def entries(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rotated keys and values [B, H_s, n + T, D_s] of one layer after the other."""
+        for at in range(len(self.layers)):
+            yield tuple(
+                self._joined([_real(part, getattr(part, name)[at]) for part in self.parts])
+                for name in ("keys", "values")
+            )
+
+    def content(self, source: Geometry) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the same with the keys stripped of their positions."""
+        for layer, (keys, values) in zip(self.layers, self.entries(), strict=True):
+            yield strip(keys, self.positions, source.rope[layer]), values
+
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
+        return pad(torch.cat(tensors, 2), (0, 0, self.missing, 0))
 
     def late(self, tensor: Tensor, tokens: int) -> Tensor:
         """Return what a tensor of the trail holds of the chunk's T tokens, some tokens late.

@@ -3,7 +3,15 @@
 from kvmap.fit.closed_form import FitScores, Splits, fit_closed_form, layer_score
 from kvmap.fit.job import Job, closed_form
 from kvmap.fit.network import mlp, residual
-from kvmap.fit.recipes import DEFAULT_RECIPE, RECIPES, Recipe, describe, recipe, with_assignment
+from kvmap.fit.recipes import (
+    DEFAULT_RECIPE,
+    RECIPES,
+    Recipe,
+    describe,
+    recipe,
+    with_assignment,
+    with_lookback,
+)
 
 METHODS = {"closed-form": closed_form, "mlp": mlp, "residual": residual}
 
@@ -20,4 +28,5 @@ __all__ = [
     "layer_score",
     "recipe",
     "with_assignment",
+    "with_lookback",
 ]

@@ -34,6 +34,7 @@ def compose(first: CacheMap, second: CacheMap) -> CacheMap:
         heads="all",
         joint=first.options.joint or second.options.joint,
         lookback=first.options.lookback,
+        lookback_layers=first.options.lookback_layers,
         assignment=(),
     )
     empty = CacheMap(first.source, second.target, (), options)

@@ -150,12 +150,13 @@ def map_with_gradient(
     if cmap.options.anchor:
         anchors = (strip(own.keys[0], own.positions, tables[0]), own.values[0].float())
         others = [_laid(cmap, tensor, of_target=True) for tensor in anchors]
-    trail = Trail.of(source, 0, source.tokens, cmap.options.lookback, before)
-    content = strip(trail.keys, trail.positions, cmap.source.geometry.rope[0])
+    trail = Trail.of(source, 0, source.tokens, cmap.options, before)
+    late = list(trail.content(cmap.source.geometry))
     others += [
-        _laid(cmap, trail.late(tensor, tokens))
+        _laid(cmap, trail.late(tensor.float(), tokens))
         for tokens in range(1, cmap.options.lookback + 1)
-        for tensor in (content, trail.values.float())
+        for pair in late
+        for tensor in pair
     ]
     keys, values = list(own.keys), list(own.values)
     places = [key.device for key in keys]

@@ -34,8 +34,14 @@ from kvmap.models import LoadedModel, prefill
 COUNTS = (1, 2, 4, 8)
 # Of maps of all heads, by the share of held-out error that a lower rank may add.
 RANKS = (0.01, 0.1, 0.5)
-# By joint, anchor, lookback.
-INPUTS = ((False, False, 0), (False, False, 3), (True, False, 3), (True, True, 3))
+# By joint, anchor, lookback and its layers, none for all that are kept.
+INPUTS = (
+    (False, False, 0, (0,)),
+    (False, False, 3, (0,)),
+    (True, False, 3, (0,)),
+    (True, True, 3, (0,)),
+    (True, True, 3, ()),
+)
 SEQUENCES = 8
 CONTINUATION = 32
 # Times that a candidate is applied, after once for nothing.
@@ -71,6 +77,7 @@ class Point:
             "joint": options.joint,
             "anchor": options.anchor,
             "lookback": options.lookback,
+            "lookback_layers": list(options.lookback_layers),
             "rank": self.recipe.rank,
             "native_tail": options.native_tail,
             "parameters": self.parameters,
@@ -148,9 +155,12 @@ def _candidates(job: Job) -> Iterator[Recipe]:
     """Vary inputs, heads, k and rank; exact parts and the way of fitting stay the recipe's."""
     shapes = (job.splits.source, job.splits.target)
     counts = sorted({min(k, shapes[0].layers) for k in COUNTS})
+    kept = job.splits.train.lookback_layers
+    inputs = INPUTS if kept != (0,) else INPUTS[:-1]
     for heads in ("all", "matched"):
-        for joint, anchor, lookback in INPUTS:
+        for joint, anchor, lookback, layers in inputs:
             reads = {"joint": joint, "anchor": anchor, "lookback": lookback}
+            reads["lookback_layers"] = layers or kept
             options = replace(job.recipe.options, heads=heads, assignment=(), **reads)
             complete = with_assignment(options, *shapes)
             for k, rank in product(counts, RANKS if heads == "all" else (None,)):

@@ -176,7 +176,7 @@ def row_r2(part: Affine, sample: Sample, job: Job) -> Tensor:
 def _place(block: Block) -> tuple[str, str]:
     """Return which file of a shard holds a block, and the tensor's name in it."""
     if block.side in BACK:
-        return "source", f"{block.side}.{block.kind}"
+        return "source", f"{block.side}.{block.kind}.{block.layer}"
     return block.side, f"{block.kind}.{block.layer}"
 
 

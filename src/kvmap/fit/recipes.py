@@ -44,6 +44,7 @@ _BEST = MapOptions(
     joint=True,
     anchor=True,
     lookback=3,
+    lookback_layers=(),
     exact_first=True,
     native_head=4,
     native_tail=64,
@@ -97,8 +98,16 @@ def with_assignment(options: MapOptions, source: Geometry, target: Geometry) -> 
     return replace(options, assignment=head_assignment(source.kv_heads, target.kv_heads))
 
 
+def with_lookback(made: Recipe, kept: tuple[int, ...]) -> Recipe:
+    """Fill in which layers of the tokens before are read: those that are kept."""
+    if made.options.lookback_layers:
+        return made
+    return replace(made, options=replace(made.options, lookback_layers=kept))
+
+
 def describe(made: Recipe) -> dict[str, Any]:
     """Return a recipe as plain JSON data."""
     data = asdict(made)
-    data["options"]["assignment"] = list(made.options.assignment)
+    for name in ("assignment", "lookback_layers"):
+        data["options"][name] = list(data["options"][name])
     return data
