@@ -32,7 +32,7 @@ from kvmap.clearing import RUN, clear
 from kvmap.columns import LOOKBACK, first_and_middle
 from kvmap.content import content_rows, row_width
 from kvmap.errors import UsageError
-from kvmap.geometry import json_digest, pairing_problems
+from kvmap.geometry import Geometry, json_digest, pairing_problems
 from kvmap.models import LoadedModel
 from kvmap.moments import Rows
 from kvmap.ranks import Ranks, ranks
@@ -77,6 +77,10 @@ class CollectOptions:
     batch: int = 4
     shard: int = 32
 
+    def late_layers(self, source: Geometry) -> tuple[int, ...]:
+        """Return which source layers are kept of the tokens before."""
+        return self.lookback_layers or first_and_middle(source)
+
     @property
     def scope(self) -> Scope:
         """Which moments are kept."""
@@ -118,8 +122,7 @@ def collect(
     check_options(options, token_ids)
     with ranks() as team:
         models = _Models(openers, together)
-        late = options.lookback_layers or first_and_middle(models.source.geometry)
-        options = replace(options, lookback_layers=late)
+        options = replace(options, lookback_layers=options.late_layers(models.source.geometry))
         run = _Run(models, token_ids, out, options, text, team)
         if run.start(force):
             return run.tidy()

@@ -29,7 +29,7 @@ def kept_groups(source: Geometry, target: Geometry, options: CollectOptions) -> 
 
 
 def _all_groups(source: Geometry, target: Geometry, options: CollectOptions) -> tuple[Group, ...]:
-    return groups(source, target, options.heads, options.joint, options.lookback_layers)
+    return groups(source, target, options.heads, options.joint, options.late_layers(source))
 
 
 def group_shapes(source: Geometry, target: Geometry, options: CollectOptions) -> list[tuple]:
@@ -84,7 +84,7 @@ def collect_bytes(
     sizes = [parameters * itemsize for _, parameters in models]
     weights = sum(sizes) if together else max(sizes)
     rows = min(shape[0], options.shard) * -(-shape[1] // options.stride)
-    each = row_bytes(*shapes, itemsize, len(options.lookback_layers))
+    each = row_bytes(*shapes, itemsize, len(options.late_layers(shapes[0])))
     tokens = min(options.batch, shape[0]) * shape[1]
     reading = max(
         rows * row

@@ -129,7 +129,7 @@ def dump_bytes(
 ) -> int:
     """Return the bytes of the dump of [N, T] tokens."""
     rows = shape[0] * -(-shape[1] // options.stride)
-    return rows * sum(row_bytes(source, target, itemsize, len(options.lookback_layers)))
+    return rows * sum(row_bytes(source, target, itemsize, len(options.late_layers(source))))
 
 
 def forward_flops(parameters: int, geometry: Geometry, shape: tuple[int, int]) -> float:
