@@ -46,6 +46,7 @@ def variants() -> dict[str, Recipe]:
         "kvmap - joint": without(joint=False),
         "kvmap - anchor": without(anchor=False),
         "kvmap - tokens before": without(lookback=0),
+        "kvmap - middle layer": without(lookback_layers=(0,)),
         "kvmap - native tail": without(native_tail=1),
         "kvmap - λ held-out": replace(best, ridge=1e-2),
         "kvmap + 2 native layers": without(native_layers=2),

@@ -49,13 +49,17 @@ SERVERS = {"source": source_server, "target": target_server}
 def run_server(role: str, *arguments: object) -> str:
     """Run a server in a process of its own and return what it prints."""
     command = [sys.executable, __file__, role, *map(str, arguments)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if ended.returncode:
+        sys.exit(f"the {role}'s server has failed")
+    return ended.stdout.strip()
 
 
 def main(cmap: str, prompt: str, tokens: int) -> None:
     """Set up both servers, let them work, and compare with one process."""
     mapping = CacheMap.load(cmap)
     source, target = load(mapping.source.name), load(mapping.target.name)
+    ids = prompt_ids(source.tokenizer, read_text(Path(prompt)))
     with tempfile.TemporaryDirectory() as folder:
         lowest, shipped = Path(folder, "lowest"), Path(folder, "shipped")
         save_lowest(target, mapping.options.read_layers, lowest)
@@ -64,7 +68,6 @@ def main(cmap: str, prompt: str, tokens: int) -> None:
         whole = target.model.get_memory_footprint()
         print(f"lowest layers: {lowest.stat().st_size} bytes, the whole target: {whole} bytes")
         print(f"shipped cache: {shipped.stat().st_size} bytes")
-    ids = prompt_ids(source.tokenizer, read_text(Path(prompt)))
     done = transfer(mapping, source, target, ids)
     alone = continuation(target, done.handoff.cache, ids, tokens).strip()
     print(f"two servers: {said}\none process: {alone}")
@@ -72,16 +75,21 @@ def main(cmap: str, prompt: str, tokens: int) -> None:
         sys.exit("the two differ")
 
 
-if __name__ == "__main__":
+def command_line() -> None:
+    """Run what is asked for: both servers, or as one of them."""
     if sys.argv[1:2] and sys.argv[1] in SERVERS:
         SERVERS[sys.argv[1]](*sys.argv[2:])
-        sys.exit()
+        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("map")
     parser.add_argument("prompt", help="a text file")
     parser.add_argument("tokens", type=int, nargs="?", default=1)
     given = parser.parse_args()
+    main(given.map, given.prompt, given.tokens)
+
+
+if __name__ == "__main__":
     try:
-        main(given.map, given.prompt, given.tokens)
+        command_line()
     except KvmapError as error:
         sys.exit(f"Error: {error}")

@@ -1,5 +1,6 @@
 """The bench: what it says and how it is asked, never how long anything took."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -25,6 +26,7 @@ from kvmap.bench.costs import map_cost
 from kvmap.bench.fitting import bench_fit
 from kvmap.bench.layered import bench_layered, bench_random
 from kvmap.bench.memory import peak_bytes
+from kvmap.bench.pair import random_tokens
 from kvmap.bench.plot import check_plotting
 from kvmap.bench.shapes import random_map, random_model
 from kvmap.bench.stream import bench_stream
@@ -239,6 +241,16 @@ def test_command_prints_one_document_and_its_exit_code(known, capsys):
         app.main([*arguments, "--dry-run"])
     assert stop.value.code == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["one", "two", "paper", "32"]
+
+
+def test_tokens_are_those_that_both_models_read(loaded):
+    """Models of one tokenizer may have embeddings of different lengths."""
+    large = loaded("qwen3_large")
+    shape = dataclasses.replace(large.signature.geometry, vocabulary=7)
+    signature = dataclasses.replace(large.signature, geometry=shape)
+    small = dataclasses.replace(large, signature=signature)
+    for readers in ((small, large), (large, small)):
+        assert set(random_tokens(readers, 500, 0).unique().tolist()) == set(range(7))
 
 
 def test_growth_is_the_exponent_of_each_map(measured):

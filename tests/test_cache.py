@@ -149,6 +149,7 @@ def test_file_without_its_model_is_refused(tmp_path):
     [
         ("mask", torch.ones(2, 4, dtype=torch.bool), "mask"),
         ("token_ids", torch.zeros(1, 5, dtype=torch.int64), "token_ids"),
+        ("token_ids", torch.zeros(2, 5), "token_ids is torch.float32, expected torch.int64"),
         ("positions", torch.arange(5), "positions"),
         ("positions", torch.zeros(2, 5), "positions"),
     ],

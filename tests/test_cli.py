@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from transformers import dynamic_module_utils
 
 import kvmap
+from kvmap.bench.shapes import random_map
 from kvmap.cli import app as command
 from kvmap.cli import inputs, output
 from kvmap.collect import CollectOptions
@@ -133,6 +135,9 @@ IGNORED = [
     ("fit a b --layers l -k 2", "-k chooses layers, and they are chosen already"),
     ("fit a --layers l --method greedy", "--method chooses layers, and they are chosen already"),
     ("fit a b --recipe kvmap-native --no-exact-first", "--no-exact-first would map layer 0"),
+    ("fit a --device cpu", "--device is of models, and a fit of this calibration runs none"),
+    ("fit a --method mlp --dtype float32", "--dtype is of models, and a fit of this calibration"),
+    ("fit a -n --trust-remote-code", "--trust-remote-code is of models, and a fit of this"),
     ("fit a --frontier --budget 0.1", "--budget fits the best map and --frontier fits none"),
     ("fit a --frontier --rank 8", "--rank is what --frontier and --budget vary; leave it out"),
     ("fit a --frontier -o m", "--output is of a map, and --frontier fits none"),
@@ -143,6 +148,7 @@ IGNORED = [
     ("collect a b --merge -o c --stride 1", "--stride is what merged calibrations have already"),
     ("collect a b --merge -o c --no-joint", "--no-joint is what merged calibrations have"),
     ("collect a b --merge -o c -n", "--dry-run is what merged calibrations have already"),
+    ("collect a b --merge -o c --trust-remote-code", "--trust-remote-code is what merged calib"),
     ("collect a b --no-moments --products float32", "--products is of moments, and --no-moments"),
     ("select-layers a --method mlp", "found --method 'mlp', expected top or greedy"),
     ("eval m --predict --min-cosine 0.9", "--min-cosine is of tasks, and --predict runs none"),
@@ -156,6 +162,10 @@ IGNORED = [
     ("eval m --alternate b", "--alternate is read by none of the tasks demo"),
     ("eval m --history gold", "--history is read by none of the tasks demo"),
     ("bench m --recipe paper", "--recipe says which map to make, and MAP is made already"),
+    ("bench --random-weights --trust-remote-code", "--trust-remote-code is of checkpoints, and"),
+    ("bench --only fit --trust-remote-code", "--trust-remote-code is of checkpoints, and --random"),
+    ("transfer m --cache c --lowest l -o x --device spread", "--device spread is of whole models"),
+    ("transfer m --cache c --lowest l -o x --trust-remote-code", "and beside --cache and --lowest"),
     ("bench --repeats 2 --budget 3", "--budget is time, and --repeats counts rounds instead"),
 ]
 
@@ -274,6 +284,15 @@ def test_a_reader_that_leaves_is_no_error():
     ended = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment)
     assert ended.stdout.startswith("Usage: kvmap")
     assert ended.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "option", ["--recipe cachebridge", "--polish 1", "--frontier", "--budget 0.1", "b"]
+)
+def test_how_models_are_loaded_is_taken_where_a_fit_runs_them(kvmap_run, option):
+    code, _, error = kvmap_run("fit", "absent", *option.split(), "--device", "cpu")
+    assert code == 2
+    assert "is of models" not in error
 
 
 def test_a_device_that_is_not_here_is_refused_where_no_model_is_run(kvmap_run):
@@ -417,9 +436,9 @@ class OursForCausalLM(Qwen3ForCausalLM):
 """
 
 
-def test_code_that_a_checkpoint_brings_runs_only_if_asked(
-    kvmap_run, checkpoint, tmp_path, monkeypatch
-):
+@pytest.fixture
+def ours(checkpoint, tmp_path, monkeypatch):
+    """Return a checkpoint that brings code of its own, which would be copied to `modules`."""
     folder = shutil.copytree(checkpoint("qwen3_small"), tmp_path / "ours")
     (folder / "ours.py").write_text(CODE)
     config = json.loads((folder / "config.json").read_text())
@@ -430,6 +449,11 @@ def test_code_that_a_checkpoint_brings_runs_only_if_asked(
     }
     (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return folder
+
+
+def test_code_that_a_checkpoint_brings_runs_only_if_asked(kvmap_run, ours, tmp_path):
+    folder = ours
     code, text_, error = kvmap_run("plan", folder, folder)
     assert (code, text_) == (2, "")
     assert "brings code of its own; read it, and pass --trust-remote-code to run it" in error
@@ -439,3 +463,22 @@ def test_code_that_a_checkpoint_brings_runs_only_if_asked(
     assert "can be paired" in text_
     trusted = Loading(device="cpu", trust_remote_code=True).open(str(folder))
     assert type(trusted.model).__name__ == "OursForCausalLM"
+
+
+def test_a_bench_runs_code_that_a_checkpoint_brings_only_if_asked(kvmap_run, ours, tmp_path):
+    pair = ("bench", "--pair", f"{ours},{ours}", "--context", "16", "--dry-run")
+    code, text_, error = kvmap_run(*pair)
+    assert (code, text_) == (2, "")
+    assert "brings code of its own; read it, and pass --trust-remote-code to run it" in error
+    assert not (tmp_path / "modules").exists()
+    assert kvmap_run(*pair, "--trust-remote-code")[0] == 0
+
+    signature = Loading("cpu", trust_remote_code=True).open(str(ours)).signature
+    shape = RECIPES["paper"], torch.device("cpu"), torch.float32
+    made = random_map((signature, signature), *shape).save(tmp_path / "a.map")
+    timed = ("bench", made, "--context", "16", "--repeats", 1)
+    for part in ((), ("--only", "stream")):
+        code, text_, error = kvmap_run(*timed, *part)
+        assert (code, text_, "brings code of its own" in error) == (2, "", True)
+        code, text_, error = kvmap_run(*timed, *part, "--trust-remote-code")
+        assert (code, str(ours.name) in text_) == (0, True), error

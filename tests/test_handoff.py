@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import checkpoints
 import oracles
 import pytest
 import torch
@@ -11,7 +12,7 @@ from kvmap import fit
 from kvmap.bench.shapes import random_map
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe
-from kvmap.handoff import check_pair, handoff
+from kvmap.handoff import check_pair, finish, handoff, map_context
 from kvmap.mapping import Affine, CacheMap, LayerMap, MapOptions
 from kvmap.models import continue_logits, generate, prefill, to_dynamic_cache
 from kvmap.pipeline import fit_map, select_layers, splits
@@ -260,6 +261,50 @@ def test_source_cache_of_other_tokens_is_refused(loaded):
     cache, _ = prefill(model, token_ids(1, 40, seed=2))
     with pytest.raises(UsageError, match="made from other tokens"):
         handoff(identity(model), model, cache, token_ids(1, 40))
+
+
+@pytest.mark.parametrize("at", [7, 39], ids=["middle", "tail"])
+@pytest.mark.parametrize("found", [-1, checkpoints.VOCABULARY])
+@pytest.mark.parametrize("anchor", [False, True])
+def test_tokens_outside_the_vocabulary_are_refused_in_either_half(loaded, at, found, anchor):
+    """A map that reads nothing of the target would never look at those of the middle."""
+    model, ids = loaded("qwen3_small"), token_ids(2, 40)
+    cmap = identity(model, exact_first=anchor)
+    own, _ = prefill(model, ids)
+    mapped = map_context(cmap, model, own, ids)
+    ids[1, at] = found
+    unnamed = [dataclasses.replace(cache, token_ids=None) for cache in (own, mapped)]
+    said = rf"found token id {found}, expected 0 to {checkpoints.VOCABULARY - 1}; take tokens of"
+    with pytest.raises(UsageError, match=said):
+        map_context(cmap, model, unnamed[0], ids)
+    with pytest.raises(UsageError, match=said):
+        finish(model, unnamed[1], ids, 0)
+    with pytest.raises(UsageError, match=r"found token ids of torch.float32, expected int64"):
+        map_context(cmap, model, unnamed[0], ids.float())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda at: at.flip(1), "token 1 at position 3[78], expected (39|40)"),
+        (lambda at: 2 * at, "token 1 at position 2, expected 1"),
+        (lambda at: at - 5, "token 0 at position -5, expected 0"),
+        (lambda at: at.index_fill(1, torch.tensor([20]), 3), "token 20 at position 3, expected 20"),
+    ],
+    ids=["reversed", "gaps", "negative", "twice"],
+)
+def test_positions_out_of_order_are_refused_in_either_half(loaded, change, said):
+    model, ids = loaded("qwen3_small"), token_ids(2, 40)
+    cmap = identity(model)
+    own, _ = prefill(model, ids)
+    mapped = map_context(cmap, model, own, ids)
+    wrong = [
+        dataclasses.replace(cache, positions=change(cache.positions)) for cache in (own, mapped)
+    ]
+    with pytest.raises(UsageError, match=rf"source's cache has {said}: one by one, from 0 or la"):
+        map_context(cmap, model, wrong[0], ids)
+    with pytest.raises(UsageError, match=rf"mapped cache has {said}: one by one, from 0 or later"):
+        finish(model, wrong[1], ids, 0)
 
 
 @pytest.mark.parametrize("side", ["source", "target"])

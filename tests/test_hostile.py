@@ -50,6 +50,12 @@ LATE = ([], None, 0, ["0"], [1, 0], [-1, 0], [2])
         {"vocabulary": None},
         {"rope": [7, 7]},
         {"rope_tables": [5]},
+        {"rope_tables": [asdict(replace(TABLE, layout="other"))]},
+        {"rope_tables": [asdict(replace(TABLE, scaling=0.0))]},
+        {"rope_tables": [asdict(replace(TABLE, scaling=float("nan")))]},
+        {"rope_tables": [asdict(replace(TABLE, inverse_frequencies=()))]},
+        {"rope_tables": [asdict(replace(TABLE, inverse_frequencies=(1.0,) * 3))]},
+        {"rope_tables": [asdict(replace(TABLE, inverse_frequencies=(1.0, 1e308)))]},
     ],
     ids=str,
 )
@@ -61,6 +67,19 @@ def test_a_geometry_that_no_cache_has_is_not_rebuilt(change, tmp_path):
         header.sound(tmp_path / "x", "cache"),
     ):
         Signature.from_json(data)
+
+
+def test_names_that_move_the_cursor_are_spelt_out(kvmap_run, tmp_path):
+    """A sentence stays one line, and a header says nothing to the terminal."""
+    odd = "\x1b[2Jeé\nx"
+    name = tmp_path / f"{odd}.map"
+    code, _, error = kvmap_run("show", name)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "\\x1b[2Jeé\\nx.map: no such file" in error
+    path = tmp_path / "r.json"
+    artifacts.write_json(path, {"kind": "report", "model": {odd: odd}})
+    code, text, _ = kvmap_run("show", path)
+    assert (code, text.splitlines()[-1]) == (0, "model.\\x1b[2Jeé\\nx  \\x1b[2Jeé\\nx")
 
 
 def test_a_signature_is_made_of_text():

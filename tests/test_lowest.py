@@ -1,8 +1,10 @@
 """A target's lowest layers alone, and the two halves of a handoff that they make possible."""
 
+import contextlib
 import copy
 import dataclasses
 import importlib.util
+import io
 import json
 import re
 from pathlib import Path
@@ -18,7 +20,7 @@ from kvmap.cache import KVCache, load_cache, load_mapped, save
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe
 from kvmap.handoff import finish, handoff, map_context
-from kvmap.mapping import MapOptions
+from kvmap.mapping import CacheMap, MapOptions
 from kvmap.models import generate, load_lowest, lowest_layers, prefill, save_lowest
 from kvmap.models import lowest as lowest_module
 from kvmap.transfer import prompt_ids
@@ -296,10 +298,18 @@ def test_a_mapped_cache_that_does_not_fit_is_refused(loaded, lowest):
     padded = dataclasses.replace(mapped, mask=torch.zeros_like(mapped.positions, dtype=torch.bool))
     with pytest.raises(UsageError, match=r"the mapped cache is padded, but this map has the"):
         finish(target, padded, ids, 4)
-    with pytest.raises(UsageError, match=r"the mask is torch.int64, expected bool"):
+    with pytest.raises(UsageError, match=r"mask is torch.int64, expected torch.bool"):
         finish(target, dataclasses.replace(mapped, mask=mapped.positions), ids, 4)
     with pytest.raises(UsageError, match=r"found tokens \[2, 40\], expected \[1, tokens\] as of"):
         finish(target, mapped, token_ids(2, 40), 4)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_lowest_layers_read_tokens_of_the_vocabulary_alone(lowest, count):
+    ids = token_ids(1, 5)
+    ids[0, 2] = checkpoints.VOCABULARY
+    with pytest.raises(UsageError, match=r"found token id 260, expected 0 to 259"):
+        lowest_layers(lowest("qwen3_large", count), ids, torch.arange(5)[None], count)
 
 
 def test_layers_of_another_model_are_not_read_as_the_target_s(loaded):
@@ -359,6 +369,34 @@ def test_a_context_is_mapped_where_the_target_is_not(kvmap_run, loaded, saved, t
         load_mapped(own)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda ids, at: (ids.index_fill(1, torch.tensor([9]), 10**12), at), "found token id 1000"),
+        (lambda ids, at: (ids - 300, at), "found token id -"),
+        (lambda ids, at: (ids, at.flip(1)), "do not stand at positions 0 to 39 one by one"),
+        (lambda ids, at: (ids.double(), at), "token_ids is torch.float64, expected torch.int64"),
+    ],
+    ids=["large", "negative", "reversed", "float"],
+)
+@pytest.mark.parametrize("part", ["lowest", "whole"])
+def test_a_saved_cache_of_no_such_tokens_is_one_sentence(
+    kvmap_run, loaded, saved, tmp_path, part, changed, said
+):
+    source, path = loaded("qwen3_small"), tmp_path / "own.cache"
+    save(prefill(source, token_ids(1, 40))[0], path, source.signature)
+    held = artifacts.open_artifact(path)
+    tensors = held.tensors()
+    ids, positions = changed(tensors["token_ids"], tensors["positions"])
+    tensors |= {"token_ids": ids, "positions": positions}
+    artifacts.write(path, "cache", tensors, held.metadata)
+    line = ["transfer", saved[0], "--cache", path, "-o", tmp_path / "out"]
+    code, out, error = kvmap_run(*line, *(["--lowest", saved[1]] if part == "lowest" else []))
+    assert said in error
+    assert (code, out, "unexpected" in error) == (2, "", False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_cache_that_is_to_be_finished_passes_for_no_whole_one(kvmap_run, saved, tmp_path):
     """Its head is mapped badly and its tail missing: what goes on from it goes on from neither."""
     out = tmp_path / "out.cache"
@@ -395,10 +433,27 @@ def test_a_source_that_is_not_run_is_not_named(kvmap_run, saved, tmp_path):
 
 
 def test_a_map_that_reads_no_layer_has_nothing_to_keep(kvmap_run, loaded, tmp_path):
+    """That is said before the target is loaded, which may be away."""
     _, _, cmap = random_pair(loaded, MapOptions())
-    path = cmap.save(tmp_path / "none.map")
+    away = dataclasses.replace(cmap.target, name=str(tmp_path / "nowhere"))
+    path = dataclasses.replace(cmap, target=away).save(tmp_path / "none.map")
     code, _, error = kvmap_run("lowest", path, "-o", tmp_path / "none.lowest")
     assert (code, "so there is nothing to keep" in error) == (2, True)
+
+
+def test_a_map_of_native_layers_alone_keeps_all_of_them(kvmap_run, loaded, tmp_path):
+    """It reads nothing of the source, and maps as any other."""
+    source, target, _ = random_pair(loaded, MapOptions())
+    options, signatures = MapOptions(native_layers=4), (source.signature, target.signature)
+    path = CacheMap(*signatures, (None,) * 4, options).save(tmp_path / "native.map")
+    made = tmp_path / "native.lowest"
+    code, _, error = kvmap_run("lowest", path, "-o", made)
+    assert (code, "4 of 4 layers: " in error) == (0, True)
+    ids = token_ids(1, 20)
+    mapped = map_context(CacheMap.load(path), load_lowest(made), prefill(source, ids)[0], ids)
+    torch.testing.assert_close(
+        finish(target, mapped, ids, 0).logits, prefill(target, ids)[1][:, -1], atol=1e-4, rtol=0
+    )
 
 
 def test_a_config_of_code_of_its_own_is_not_kept(loaded, tmp_path):
@@ -428,11 +483,17 @@ def test_lowest_layers_of_another_model_are_refused(kvmap_run, loaded, saved, tm
     assert "expected those of the map's target" in error
 
 
-def test_two_servers_say_what_one_process_says(saved, tmp_path, capsys):
-    """Each server is a process of its own; the example ends with an error where they differ."""
+@pytest.fixture
+def example():
+    """Return the example of two servers as a module."""
     spec = importlib.util.spec_from_file_location("two_servers", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_two_servers_say_what_one_process_says(example, saved, tmp_path, capsys):
+    """Each server is a process of its own; the example ends with an error where they differ."""
     prompt = tmp_path / "prompt"
     prompt.write_text("some bytes that a model with random weights reads")
     example.main(str(saved[0]), str(prompt), 6)
@@ -440,3 +501,31 @@ def test_two_servers_say_what_one_process_says(saved, tmp_path, capsys):
     layers, whole = map(int, re.findall(r"(\d+) bytes", printed.splitlines()[0]))
     assert layers < whole / 2
     assert "two servers: " in printed
+
+
+@pytest.mark.parametrize("text", ["", "a", "a b", "a b c", "a b c d", "a b c d e"])
+def test_two_servers_take_a_prompt_of_any_length_or_say_a_sentence(
+    example, saved, tmp_path, capsys, monkeypatch, text
+):
+    """The bytes are the tokens: none, 1, and around the head of 4 and the tail of 1."""
+
+    def here(role, *arguments):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            example.SERVERS[role](*map(str, arguments))
+        return said.getvalue().strip()
+
+    monkeypatch.setattr(example, "run_server", here if len(text) > 1 else None)
+    prompt = tmp_path / "prompt"
+    prompt.write_text(text)
+    if len(text) > 1:
+        example.main(str(saved[0]), str(prompt), 2)
+        assert "one process: " in capsys.readouterr().out
+        return
+    with pytest.raises(UsageError, match=rf"the prompt has {len(text)} tokens, expected at least"):
+        example.main(str(saved[0]), str(prompt), 2)
+
+
+def test_a_server_that_fails_is_told_without_a_traceback(example):
+    with pytest.raises(SystemExit, match="the source's server has failed"):
+        example.run_server("source", "absent.map", "absent", "absent", "absent")

@@ -216,7 +216,7 @@ def _spoilt(tmp_path, tensors=None, **changes):
 @pytest.mark.parametrize(
     ("changes", "tensors", "message"),
     [
-        ({"layers": [[0, 2]]}, {}, r"found 1 layers, expected 2"),
+        ({"layers": [[0, 2]]}, {}, r"found 1 layers and 0 exact ones, expected 2"),
         (
             {"layers": [[0, 2], [1]]},
             {},
@@ -228,6 +228,11 @@ def _spoilt(tmp_path, tensors=None, **changes):
             r"layer 1 reads source layers \[1, 3\], expected 0 to 2",
         ),
         ({"layers": [[0, 2], [1, -1]]}, {}, r"layer 1 reads source layers \[1, -1\]"),
+        (
+            {"layers": [None, None], "options": dataclasses.asdict(MapOptions(native_layers=3))},
+            {},
+            r"found 2 layers and 3 exact ones, expected 2, exact ones among them",
+        ),
         ({"options": {"heads": "some"}}, {}, r"(header is not sound|heads)"),
         ({"options": {}}, {}, r"header is not sound"),
         ({"source": {}}, {}, r"header is not sound"),

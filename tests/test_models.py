@@ -147,6 +147,21 @@ def test_first_layer_is_layer_0_of_a_prefill(loaded, native, name):
     assert apart(logits, oracles.native_logits(native(name), ids)[:, 10:]) < TOLERANCE
 
 
+@pytest.mark.parametrize("found", [-1, checkpoints.VOCABULARY, 2**62])
+def test_tokens_outside_the_vocabulary_are_one_sentence(loaded, found):
+    """A GPU would stop at them for good, whatever runs next."""
+    model, ids = loaded("qwen3_small"), token_ids(1, 6)
+    ids[0, 2] = found
+    said = rf"qwen3_small: found token id {found}, expected 0 to {checkpoints.VOCABULARY - 1}; take"
+    for run in (
+        lambda: prefill(model, ids),
+        lambda: generate(model, None, ids, 2),
+        lambda: first_layer(model, ids, torch.arange(6)[None]),
+    ):
+        with pytest.raises(UsageError, match=said):
+            run()
+
+
 def test_dynamic_cache_holds_the_same_memory(loaded):
     model = loaded("llama_default")
     cache, _ = prefill(model, token_ids(1, 10))

@@ -62,6 +62,14 @@ def test_streaming_is_the_handoff_in_one_go(session, options, steps):
     assert torch.equal(done.cache.positions, whole.cache.positions)
 
 
+def test_tokens_outside_the_vocabulary_are_refused_as_they_come(session):
+    source, _, shadow = session(PLAIN)
+    cache, _ = prefill(source, token_ids(1, 10))
+    cache.token_ids[0, 3] = -7
+    with pytest.raises(UsageError, match=r"qwen3_large: found token id -7, expected 0 to 259"):
+        shadow.append(cache)
+
+
 def test_cropped_session_goes_on_as_if_the_rest_had_never_been(session):
     source, target, shadow = session(EXACT)
     first, second = token_ids(1, 60), token_ids(1, 60, seed=5)

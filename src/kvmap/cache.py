@@ -228,15 +228,15 @@ def check_shapes(cache: KVCache, signature: Signature, where: str) -> None:
     if cache.positions.dim() != 2 or cache.positions.dtype != torch.int64:
         found = f"{tuple(cache.positions.shape)} {cache.positions.dtype}"
         raise UsageError(f"{where}: the positions are {found}, expected [batch, tokens] int64")
-    for name in ("token_ids", "mask"):
+    for name, dtype in (("token_ids", torch.int64), ("mask", torch.bool)):
         tensor = getattr(cache, name)
         if tensor is not None and tensor.shape != cache.positions.shape:
             raise UsageError(
                 f"{where}: {name} has shape {tuple(tensor.shape)}, "
                 f"expected {tuple(cache.positions.shape)} like the positions"
             )
-    if cache.mask is not None and cache.mask.dtype != torch.bool:
-        raise UsageError(f"{where}: the mask is {cache.mask.dtype}, expected bool")
+        if tensor is not None and tensor.dtype != dtype:
+            raise UsageError(f"{where}: {name} is {tensor.dtype}, expected {dtype}")
     if cache.layers != geometry.layers:
         raise UsageError(
             f"{where}: found {cache.layers} layers, expected {geometry.layers} of {signature.name}"

@@ -76,6 +76,8 @@ class Geometry:
                 raise ValueError(f"{name} is no number from 0 to {most}")
         if data["layers"] != len(rope) or 0 in (data["kv_heads"], data["head_size"]):
             raise ValueError(f"no cache has this shape, with RoPE tables of {len(rope)} layers")
+        if not all(_turns(table, data["head_size"]) for table in tables if table):
+            raise ValueError("a RoPE table turns no such heads")
         return cls(**{name: data[name] for name in _SCALARS}, rope=rope)
 
 
@@ -93,6 +95,7 @@ _SCALARS = (
 _MOST = {"layers": 4096, "kv_heads": 4096, "head_size": 65536} | dict.fromkeys(
     ("query_heads", "hidden_size", "vocabulary", "max_positions"), 2**31
 )
+_LARGE = 1000.0  # radians per position, or factor: both are about 1
 
 
 def _table_from_json(data: dict[str, Any] | None) -> RopeTable | None:
@@ -100,6 +103,17 @@ def _table_from_json(data: dict[str, Any] | None) -> RopeTable | None:
         return None
     frequencies = tuple(float(value) for value in data["inverse_frequencies"])
     return RopeTable(frequencies, float(data["scaling"]), data["layout"])
+
+
+def _turns(table: RopeTable, head_size: int) -> bool:
+    """Say whether a table is one of heads of a size, in numbers that fp32 can turn by."""
+    planes = len(table.inverse_frequencies)
+    return (
+        table.layout in ("half", "interleaved")
+        and 2 <= 2 * planes <= head_size
+        and all(abs(frequency) <= _LARGE for frequency in table.inverse_frequencies)
+        and 1 / _LARGE <= table.scaling <= _LARGE
+    )
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ def handoff(
         source_cache: The source's, of at least the first T - tail tokens.
 
     Raises:
-        UsageError: The source's cache holds other tokens, or too few.
+        UsageError: The source's cache holds other tokens, too few, or out of order, or the tokens
+            are not of the target's vocabulary.
     """
     clock = LapClock(target.device)
     room = _empty(target, token_ids)
@@ -95,15 +96,17 @@ def map_context(
         room: The target's cache of T tokens, whose front is written and returned.
 
     Raises:
-        UsageError: The source's cache holds other tokens, or too few.
+        UsageError: The source's cache holds other tokens, too few, or out of order, or the tokens
+            are not of the target's vocabulary.
     """
     check_pair(cmap, None, lowest)
-    tokens, head = token_ids.shape[1], cmap.options.native_head
+    tokens, head = token_ids.shape[-1], cmap.options.native_head
     stop = tokens - cmap.options.tail_length(tokens)
     if source_cache.tokens < stop:
         raise UsageError(
             f"the source's cache has {source_cache.tokens} tokens, expected at least {stop}"
         )
+    lowest.require_tokens(token_ids)
     _check_tokens("source's cache", source_cache, token_ids, stop, "prefill the source")
     if min(head, stop):
         _check_head("source's", source_cache)
@@ -129,15 +132,17 @@ def finish(
         room: A cache of T tokens whose front is `mapped`, so that nothing is copied.
 
     Raises:
-        UsageError: The mapped cache is not the target's or not of these tokens.
+        UsageError: The mapped cache is not the target's or not of these tokens, or they are not of
+            its vocabulary.
     """
     stop = mapped.tokens
     check_shapes(mapped, target.signature, "the mapped cache")
-    if stop >= token_ids.shape[1]:
+    if stop >= token_ids.shape[-1]:
         raise UsageError(
             f"the mapped cache has {stop} tokens, expected fewer than the context's "
-            f"{token_ids.shape[1]}: the target must run the last ones"
+            f"{token_ids.shape[-1]}: the target must run the last ones"
         )
+    target.require_tokens(token_ids)
     _check_tokens("mapped cache", mapped, token_ids, stop, "map the context")
     if native_head < 0 or 0 < stop <= native_head:
         raise UsageError(
@@ -225,6 +230,24 @@ def _check_tokens(what: str, cache: KVCache, token_ids: Tensor, stop: int, remed
     known = cache.token_ids
     if known is not None and not torch.equal(known[:, :stop].cpu(), token_ids[:, :stop].cpu()):
         raise UsageError(f"the {what} was made from other tokens than this context; {remedy} again")
+    _check_positions(what, cache.slice(0, stop), remedy)
+
+
+def _check_positions(what: str, cache: KVCache, remedy: str) -> None:
+    """Check that the tokens of every row stand one behind the other; padding may stand anywhere."""
+    if not cache.positions.numel():
+        return
+    text = torch.ones_like(cache.positions) if cache.mask is None else cache.mask.long()
+    place = text.cumsum(-1) - 1
+    first = (cache.positions - place).gather(1, text.argmax(-1, keepdim=True)).clamp_min(0)
+    wrong = ((cache.positions != first + place) & text.bool()).nonzero()
+    if len(wrong):
+        row, token = wrong[0].tolist()
+        raise UsageError(
+            f"the {what} has token {token} at position {int(cache.positions[row, token])}, "
+            f"expected {int((first + place)[row, token])}: one by one, from 0 or later; "
+            f"{remedy} again"
+        )
 
 
 class LapClock:

@@ -34,9 +34,10 @@ def check_weights(made: CacheMap, path: Path | str) -> None:
                 f"{path}: assigns heads {list(heads)}, expected {target.kv_heads} from 0 to "
                 f"{source.kv_heads - 1}; fit the map again"
             )
-    if len(made.layers) != target.layers:
+    if len(made.layers) != target.layers or made.options.exact_layers > target.layers:
         raise UsageError(
-            f"{path}: found {len(made.layers)} layers, expected {target.layers}; fit the map again"
+            f"{path}: found {len(made.layers)} layers and {made.options.exact_layers} exact ones, "
+            f"expected {target.layers}, exact ones among them; fit the map again"
         )
     for index, layer in enumerate(made.layers):
         if (layer is None) != (index < made.options.exact_layers):

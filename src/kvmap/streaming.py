@@ -65,7 +65,8 @@ class StreamingMap:
         """Map the next tokens of the source's cache.
 
         Raises:
-            UsageError: They do not follow on what was read, or their token ids are missing.
+            UsageError: They do not follow on what was read, or their token ids are missing or not
+                of the target's vocabulary.
         """
         self._check(chunk)
         stop = self.tokens + chunk.tokens
@@ -90,6 +91,7 @@ class StreamingMap:
     def _check(self, chunk: KVCache) -> None:
         if chunk.token_ids is None or chunk.mask is not None:
             raise UsageError("a session takes caches with token ids and without padding")
+        self.target.require_tokens(chunk.token_ids)
         wanted = torch.arange(self.tokens, self.tokens + chunk.tokens)
         if not bool((chunk.positions.cpu() == wanted).all()):
             raise UsageError(

@@ -172,12 +172,15 @@ def require_batch_of_one(cache: KVCache) -> Tensor:
     """Return the token ids of a saved cache of one sequence.
 
     Raises:
-        UsageError: It holds several sequences or no token ids.
+        UsageError: It holds several sequences, no token ids, or no whole context.
     """
     if cache.token_ids is None or cache.positions.shape[0] != 1:
         raise UsageError("the cache holds several sequences or no token ids; transfer takes one")
     if cache.tokens < 2:
         raise UsageError(f"the cache has {cache.tokens} tokens, expected at least 2")
     if not torch.equal(cache.positions[0], torch.arange(cache.tokens)):
-        raise UsageError("the cache does not begin at position 0; transfer takes whole contexts")
+        raise UsageError(
+            f"the cache's tokens do not stand at positions 0 to {cache.tokens - 1} one by one; "
+            "transfer takes whole contexts"
+        )
     return cache.token_ids

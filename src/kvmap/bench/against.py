@@ -9,6 +9,7 @@ import torch
 from kvmap.bench.clock import Clock, Timing, timings
 from kvmap.errors import UsageError
 from kvmap.models import resolve
+from kvmap.pair import Loading
 
 ENGINES = ("hf", "vllm")
 
@@ -29,7 +30,7 @@ def check_engine(name: str) -> None:
 
 
 def vllm_prefill(
-    name: str, contexts: list[int], clock: Clock, dtype: str, budget: float, seed: int
+    name: str, contexts: list[int], clock: Clock, loading: Loading, budget: float, seed: int
 ) -> dict[int, Timing]:
     """Return vLLM's seconds to the first token, by length of context; no prefix is cached."""
     from vllm import LLM, SamplingParams
@@ -38,7 +39,8 @@ def vllm_prefill(
     engine = LLM(
         model=checkpoint.location,
         revision=checkpoint.revision,
-        dtype=dtype,
+        dtype=loading.dtype,
+        trust_remote_code=loading.trust_remote_code,
         enable_prefix_caching=False,
         max_model_len=max(contexts) + 1,
         seed=seed,

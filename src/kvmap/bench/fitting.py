@@ -62,7 +62,7 @@ def bench_fit(
     splits = Splits(_well_posed(moments), moments, *shapes)
     layer = clock.timed(lambda: _fit_layer(splits, recipe))[1]
     forward = sum(
-        prefill_seconds(one, random_tokens(one, length, options.seed), depth, clock)[0] / length
+        prefill_seconds(one, random_tokens((one,), length, options.seed), depth, clock)[0] / length
         for one, depth in zip(models, depths, strict=True)
     )
     mapped = depths[1] - recipe.options.exact_layers

@@ -13,7 +13,7 @@ from kvmap.bench.costs import map_cost
 from kvmap.bench.layers import Pair, layered_pair, prefill_seconds, products_alone
 from kvmap.bench.machine import Machine
 from kvmap.bench.memory import peak_bytes
-from kvmap.bench.pair import BenchOptions, Context, bench_pair
+from kvmap.bench.pair import BenchOptions, Context, bench_pair, random_tokens
 from kvmap.bench.shapes import (
     deepened,
     fits_whole,
@@ -86,9 +86,7 @@ class _Inputs:
         options = pair.cmap.options
         tail = options.tail_length(tokens)
         head = min(options.native_head, tokens - tail)
-        generator = torch.Generator().manual_seed(seed)
-        low = min(side.signature.geometry.vocabulary for side in (pair.source, pair.target))
-        token_ids = torch.randint(low, (1, tokens), generator=generator).to(pair.source.device)
+        token_ids = random_tokens((pair.source, pair.target), tokens, seed)
         cache = _random_cache(pair, tokens - tail - head)
         out = allocate(pair.cmap.target.geometry, cache)
         first = (out.keys[0].clone().normal_(), out.values[0].clone().normal_())

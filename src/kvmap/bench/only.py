@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from kvmap import models
 from kvmap.bench.alone import bench_map, growth
 from kvmap.bench.fitting import bench_fit
 from kvmap.bench.pair import BenchOptions
@@ -65,7 +64,7 @@ def bench_only(
             if part == "map":
                 found = bench_map(cmap, contexts, options, machine, dtype)
             else:
-                pair = (models.load(name, machine.device, loading.dtype) for name in job.names)
+                pair = map(replace(loading, device=machine.device).open, job.names)
                 found = bench_stream(cmap, *pair, contexts, options)
         rows += [{"recipe": job.recipe, **one} for one in found]
         progress(part, done + 1, len(jobs))

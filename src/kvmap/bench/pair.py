@@ -7,7 +7,7 @@ dtype, scaled-dot-product attention, and compute logits for the last token only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,7 +98,8 @@ def bench_pair(
 ) -> list[Context]:
     """Measure a map at some lengths of context."""
     clock = Clock(target.device, options.cpu_time)
-    _round(cmap, source, target, random_tokens(source, WARM_UP_TOKENS, options.seed), clock)
+    warm_up = random_tokens((source, target), WARM_UP_TOKENS, options.seed)
+    _round(cmap, source, target, warm_up, clock)
     measured = []
     for done, tokens in enumerate(contexts):
         measured.append(_bench_context(cmap, source, target, tokens, options, machine))
@@ -107,7 +108,7 @@ def bench_pair(
 
 
 def _bench_context(cmap, source, target, tokens, options, machine) -> Context:
-    token_ids = random_tokens(source, tokens, options.seed)
+    token_ids = random_tokens((source, target), tokens, options.seed)
     clock = Clock(target.device, options.cpu_time)
     run = partial(_round, cmap, source, target, token_ids, clock)
     parts = timings(run, options.budget, options.repeats)
@@ -131,11 +132,11 @@ def _mapped_tokens(cmap: CacheMap, tokens: int) -> int:
     return rest if rest > cmap.options.native_head else 0
 
 
-def random_tokens(loaded: LoadedModel, tokens: int, seed: int) -> torch.Tensor:
-    """Return random tokens [1, T]: what they say does not change what they cost."""
+def random_tokens(readers: Sequence[LoadedModel], tokens: int, seed: int) -> torch.Tensor:
+    """Return random tokens [1, T] that all read: what they say does not change what they cost."""
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = loaded.signature.geometry.vocabulary
-    return torch.randint(vocabulary, (1, tokens), generator=generator).to(loaded.device)
+    vocabulary = min(loaded.signature.geometry.vocabulary for loaded in readers)
+    return torch.randint(vocabulary, (1, tokens), generator=generator).to(readers[0].device)
 
 
 def _round(

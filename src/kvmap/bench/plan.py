@@ -20,20 +20,20 @@ ROUNDS = 3
 
 def plan(jobs: list[Job], contexts: list[int], loading: Loading) -> list[dict[str, Any]]:
     """Return, for each job and context, bytes of both caches, FLOPs and rough seconds."""
-    place = pick_device(loading.device)
+    place, trust = pick_device(loading.device), loading.trust_remote_code
     dtype = pick_dtype(loading.dtype, place)
     rate = machine_of(loading, BenchOptions()).matmul_flops
     rows = []
     for job in jobs:
         names, name = job.names, job.recipe
-        configs = [config_of(side) for side in names]
+        configs = [config_of(side, trust) for side in names]
         shapes = [shape_of(config) for config in configs]
         chosen = recipe(name or DEFAULT_RECIPE)
         k = USUAL_K if chosen.k == "auto" else int(chosen.k)
         per_token = 2 * map_parameters(chosen, k, *shapes)
         for tokens in contexts:
             prefill = sum(
-                2.0 * parameter_count(config) * tokens + attention_flops(shape, tokens)
+                2.0 * parameter_count(config, trust) * tokens + attention_flops(shape, tokens)
                 for config, shape in zip(configs, shapes, strict=True)
             )
             rows.append(

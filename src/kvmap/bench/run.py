@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvmap import models
 from kvmap.bench.against import vllm_prefill
 from kvmap.bench.alone import growth
 from kvmap.bench.clock import Clock
@@ -68,7 +67,7 @@ def jobs_of(path: Path | None, pair: str, both: bool, recipes: str | None) -> li
     ]
 
 
-def check_lengths(jobs: list[Job], contexts: list[int]) -> None:
+def check_lengths(jobs: list[Job], contexts: list[int], trust_remote_code: bool = False) -> None:
     """Check that both models of every job read contexts so long.
 
     Raises:
@@ -79,7 +78,7 @@ def check_lengths(jobs: list[Job], contexts: list[int]) -> None:
             cmap = CacheMap.load(job.path)
             shapes = (cmap.source.geometry, cmap.target.geometry)
         else:
-            shapes = tuple(shape_of(config_of(name)) for name in job.names)
+            shapes = tuple(shape_of(config_of(name, trust_remote_code)) for name in job.names)
         for name, shape in zip(job.names, shapes, strict=True):
             if shape.max_positions and max(contexts) > shape.max_positions:
                 raise UsageError(
@@ -123,7 +122,8 @@ def bench_maps(
         started = time.perf_counter()
         cmap = prepare(CacheMap.load(path), machine.device)
         maps.append({"map": str(path), "load_seconds": time.perf_counter() - started})
-        source, target = (models.load(name, machine.device, loading.dtype) for name in job.names)
+        here = replace(loading, device=machine.device)
+        source, target = map(here.open, job.names)
         found = bench_pair(cmap, source, target, contexts, options, machine, progress)
         measured += [{"recipe": job.recipe, **one.to_json()} for one in found]
     return _document(machine, maps, measured)
@@ -160,7 +160,7 @@ def against_vllm(
     clock = Clock(torch.device(report["machine"]["device"]), options.cpu_time)
     contexts = sorted({one["tokens"] for one in report["contexts"]})
     for name in {job.names[1] for job in jobs}:
-        found = vllm_prefill(name, contexts, clock, loading.dtype, options.budget, options.seed)
+        found = vllm_prefill(name, contexts, clock, loading, options.budget, options.seed)
         for one in report["contexts"]:
             if one["target"] == name:
                 _replace_baseline(one, found[one["tokens"]].median)

@@ -31,10 +31,10 @@ WHOLE_SHARE = {"cpu": 0.05, "cuda": 0.8}
 FILL_ROWS = 64
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str, trust_remote_code: bool = False) -> Any:
     """Return a model's config: from the table of published ones, else from its files."""
     config = published_config(name)
-    return config if config is not None else load_config(models.resolve(name))
+    return config if config is not None else load_config(models.resolve(name), trust_remote_code)
 
 
 def random_model(

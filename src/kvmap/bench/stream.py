@@ -33,7 +33,7 @@ def bench_stream(
     clock = Clock(target.device, options.cpu_time)
     rows = []
     for tokens in contexts:
-        ids = random_tokens(source, tokens, options.seed)
+        ids = random_tokens((source, target), tokens, options.seed)
         cache, _ = prefill(source, ids)
 
         def one_round(ids: torch.Tensor = ids, cache: Any = cache) -> Round:

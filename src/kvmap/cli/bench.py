@@ -93,6 +93,7 @@ def run(
     seed: options.Seed = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -102,11 +103,12 @@ def run(
 
     out = Output(as_json, quiet)
     contexts = parse_contexts(context)
-    loading = inputs.given(Loading, device=device, dtype=dtype)
+    loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     typed = {"MAP": map_file, "--pair": pair, "--both": both, "--recipe": recipe}
-    ignored.in_bench(typed | {"--repeats": repeats, "--budget": budget})
+    typed |= {"--repeats": repeats, "--budget": budget, "--trust-remote-code": trust_remote_code}
+    ignored.in_bench(typed, random_weights or only == "fit")
     jobs = bench.jobs_of(map_file, pair or PAIR, both, recipe)
-    bench.check_lengths(jobs, contexts)
+    bench.check_lengths(jobs, contexts, trust_remote_code)
     if dry_run:
         rows = bench.plan(jobs, contexts, loading)
         out.document({"plan": rows}, lambda: plan_text(rows))

@@ -80,6 +80,7 @@ def run(
     typed |= {"--lookback-layers": lookback_layers}
     typed |= {"--products": products, "--no-dump": not dump, "--no-moments": not moments}
     typed |= {"--device": device, "--dtype": dtype, "--dry-run": dry_run}
+    typed |= {"--trust-remote-code": trust_remote_code}
     ignored.in_collect(typed | ignored.flag(joint, "joint"), merge, moments)
     loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     asked = inputs.given(

@@ -206,7 +206,10 @@ def run(
         )
     if target is None:
         _refuse(text | kept)
-        pick_device(loading.device)  # of no use where no model is run, but no nonsense either
+        pick_device(loading.device)
+        if not frontier and budget is None:
+            how = {"--device": device, "--dtype": dtype, "--trust-remote-code": trust_remote_code}
+            ignored.of_models(how, request.recipe)
         calibration = Calibration.open(source)
         if calibration.index["options"].get("layers") is not None:
             ignored.of_chosen(typed, networks)

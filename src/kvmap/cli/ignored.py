@@ -100,6 +100,16 @@ def of_chosen(asked: Asked, networks: bool) -> None:
     refuse(asked, chooses, "chooses layers, and they are chosen already; leave it out")
 
 
+def of_models(asked: Asked, recipe: Recipe) -> None:
+    """Check options of `kvmap fit` that say how models are loaded, beside a calibration.
+
+    Raises:
+        UsageError: The recipe runs none: its fit is of moments and rows, on the CPU.
+    """
+    if recipe.weights == "none" and not recipe.polish:
+        refuse(asked, asked, "is of models, and a fit of this calibration runs none; leave it out")
+
+
 def _in_frontier(asked: Asked, frontier: bool) -> None:
     if frontier:
         refuse(asked, ["--budget"], "fits the best map and --frontier fits none; leave one out")
@@ -143,12 +153,35 @@ def in_eval(asked: Asked, tasks: tuple[str, ...], predict: bool) -> None:
             refuse(asked, [option], f"is read by none of the tasks {', '.join(tasks)}")
 
 
-def in_bench(asked: Asked) -> None:
-    """Check the options of `kvmap bench` against each other.
+def in_transfer(asked: Asked) -> None:
+    """Check the options of `kvmap transfer` against each other.
 
     Raises:
         UsageError: One would be ignored.
     """
+    lowest = asked["--lowest"] is not None
+    if lowest:
+        whole = ["--generate", "--target"]
+        refuse(asked, whole, "is of the whole target, --lowest of a part; leave one out")
+    if asked["--cache"] is not None and not asked["--compare"]:
+        refuse(asked, ["--source"], "is not run where --cache is given")
+        if lowest:
+            why = "is of whole models, and beside --cache and --lowest none is run; leave it out"
+            refuse(asked, ["--device spread", "--trust-remote-code"], why)
+
+
+def in_bench(asked: Asked, published: bool) -> None:
+    """Check the options of `kvmap bench` against each other.
+
+    Args:
+        published: Models are built from configs alone.
+
+    Raises:
+        UsageError: One would be ignored.
+    """
+    if published:
+        why = "is of checkpoints, and --random-weights and --only fit read none; leave it out"
+        refuse(asked, ["--trust-remote-code"], why)
     if asked["MAP"] is not None:
         names = ["--pair", "--both", "--recipe"]
         refuse(asked, names, "says which map to make, and MAP is made already; leave one out")

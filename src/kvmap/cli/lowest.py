@@ -39,15 +39,15 @@ def run(
     inputs.refuse_inputs(output, cmap)
     refuse_overwrite(output, force)
     loaded = CacheMap.load(cmap)
-    loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    target = loading.open(target_model or loaded.target.name)
-    check_pair(loaded, None, target)
     count = loaded.options.read_layers
     if not count:
         raise UsageError(
             f"{cmap}: reads none of its target's layers, so there is nothing to keep; "
             "`CacheMap.apply` maps without the target"
         )
+    loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    target = loading.open(target_model or loaded.target.name)
+    check_pair(loaded, None, target)
     save_lowest(target, count, output)
     size, whole = output.stat().st_size, target.model.get_memory_footprint()
     out.note(

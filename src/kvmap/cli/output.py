@@ -75,8 +75,15 @@ class Output:
 
 
 def complain(sentence: str) -> None:
-    """Say why a command stopped."""
-    _say(f"Error: {sentence}")
+    """Say why a command stopped, in one line whatever the names in it hold."""
+    _say(f"Error: {printable(sentence)}")
+
+
+def printable(text: str) -> str:
+    """Spell out what moves the cursor or colours: names come from files, and may hold anything."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def _say(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvmap.cli import layout, options
-from kvmap.cli.output import Output, amount, figure, heat, table
+from kvmap.cli.output import Output, amount, figure, heat, printable, table
 
 EXAMPLES = ("kvmap show m-l.map", "kvmap show m-l.layers --json")
 
@@ -155,7 +155,7 @@ def provenance(metadata: dict[str, Any]) -> str:
     for key, value in metadata.items():
         _flatten(key, value, lines)
     width = max((len(key) for key, _ in lines), default=0)
-    return "\n".join(f"{key:<{width}}  {value}" for key, value in lines)
+    return "\n".join(printable(f"{key:<{width}}  {value}") for key, value in lines)
 
 
 def _flatten(key: str, value: Any, lines: list[tuple[str, str]]) -> None:

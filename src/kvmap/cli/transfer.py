@@ -81,13 +81,10 @@ def run(
     out = Output(as_json, quiet)
     inputs.at_least("--generate", generate, 1)
     _check_asked((prompt, prompt_file, messages, cache), output, generate, compare)
-    if lowest is not None:
-        whole = {"--generate": generate, "--target": target_model}
-        ignored.refuse(whole, whole, "is of the whole target, --lowest of a part; leave one out")
-    if cache is not None and not compare:
-        ignored.refuse(
-            {"--source": source_model}, ["--source"], "is not run where --cache is given"
-        )
+    typed = {"--lowest": lowest, "--cache": cache, "--compare": compare, "--generate": generate}
+    typed |= {"--source": source_model, "--target": target_model}
+    typed |= {"--device spread": device == "spread", "--trust-remote-code": trust_remote_code}
+    ignored.in_transfer(typed)
     inputs.refuse_inputs(output, cmap, cache, lowest, prompt_file, messages)
     if output is not None:
         refuse_overwrite(output, force)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, Signature, json_digest, signature_digest
@@ -64,6 +64,22 @@ class LoadedModel:
                 f"{self.signature.name}: found the lowest {self.lowest} of its layers alone, "
                 f"expected {count or 'all'}; {remedy}"
             )
+
+    def require_tokens(self, token_ids: Tensor) -> None:
+        """Check that token ids are of the model's vocabulary.
+
+        Raises:
+            UsageError: One is not, or they are no int64 or int32.
+        """
+        name, size = self.signature.name, self.signature.geometry.vocabulary
+        if token_ids.dtype not in (torch.int64, torch.int32):
+            raise UsageError(f"{name}: found token ids of {token_ids.dtype}, expected int64")
+        for bound in token_ids.aminmax() if token_ids.numel() else ():
+            if not 0 <= (found := int(bound)) < size:
+                raise UsageError(
+                    f"{name}: found token id {found}, expected 0 to {size - 1}; take tokens of "
+                    "this model's tokenizer"
+                )
 
 
 def _runs_on(layer: nn.Module) -> torch.device:

@@ -78,7 +78,7 @@ def prefill(
         The cache [B, H, T_past + T, D] and logits [B, keep_logits, vocabulary].
     """
     loaded.require_layers()
-    token_ids = token_ids.to(loaded.device)
+    token_ids = _checked(loaded, token_ids)
     positions, masks, full_mask = _place(token_ids, mask, past)
     built = _start(loaded, past, room)
     with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
@@ -97,6 +97,13 @@ def prefill(
             torch.cat((past.token_ids.to(token_ids.device), token_ids), dim=1) if known else None
         )
     return from_dynamic_cache(built, positions, token_ids, full_mask), logits
+
+
+def _checked(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
+    """Return token ids where the model reads them."""
+    # A GPU that looks up one beyond the vocabulary fails whatever is run on it afterwards.
+    loaded.require_tokens(token_ids)
+    return token_ids.to(loaded.device)
 
 
 def continue_logits(
@@ -151,7 +158,7 @@ def generate(
     cover is run natively, since a cache alone gives no logits.
     """
     loaded.require_layers()
-    prompt_ids = prompt_ids.to(loaded.device)
+    prompt_ids = _checked(loaded, prompt_ids)
     if cache is not None and cache.tokens >= prompt_ids.shape[1]:
         cache = cache.slice(0, prompt_ids.shape[1] - 1)
     extra = {} if cache is None else {cache_keyword(loaded.model): to_dynamic_cache(cache, loaded)}
@@ -204,7 +211,7 @@ def first_layer(loaded: LoadedModel, token_ids: Tensor, positions: Tensor) -> tu
     try:
         config._attn_implementation = "kvmap_first_layer"
         loaded.model(
-            input_ids=token_ids.to(loaded.device),
+            input_ids=_checked(loaded, token_ids),
             position_ids=positions.to(loaded.device),
             use_cache=False,
         )
@@ -243,7 +250,7 @@ def lowest_layers(
             raise _FirstLayer(key, value)
         return sdpa_attention_forward(module, query, key, value, *rest, **named)
 
-    token_ids = token_ids.to(loaded.device)
+    token_ids = _checked(loaded, token_ids)
     _, masks, _ = _place(token_ids, mask, past)
     built = _start(loaded, past, None)
     usual = loaded.model.config._attn_implementation
