@@ -102,6 +102,10 @@ def test_wrong_usage_ends_with_code_2(kvmap_run):
         (["fit", "a", "b", "--ridge", "-1"], "found --ridge '-1', expected a number from 0"),
         (["fit", "a", "b", "--rank", "0"], "found --rank '0', expected a number from 1, a share"),
         (["fit", "a", "b", "--rank", "2.5"], "found --rank '2.5', expected a number from 1"),
+        (
+            ["fit", "a", "b", "--lookback-layers", "0,-1"],
+            "found --lookback-layers '0,-1', expected numbers of layers joined by commas",
+        ),
         (["fit", "a", "b", "--method", "x"], "found --method 'x', expected top or greedy or mlp"),
         (["fit", "a", "b", "--heads", "some"], "found --heads 'some', expected all or matched"),
         (["fit", "a", "b", "--native-tail", "0"], "found --native-tail 0, expected at least 1"),
@@ -139,6 +143,8 @@ IGNORED = [
     ("fit a --method mlp --dtype float32", "--dtype is of models, and a fit of this calibration"),
     ("fit a -n --trust-remote-code", "--trust-remote-code is of models, and a fit of this"),
     ("fit a --frontier --budget 0.1", "--budget fits the best map and --frontier fits none"),
+    ("fit a b --recipe paper --lookback-layers 1", "--lookback-layers is of tokens before, and"),
+    ("fit a --frontier --lookback-layers 1", "--lookback-layers is what --frontier and --budget"),
     ("fit a --frontier --rank 8", "--rank is what --frontier and --budget vary; leave it out"),
     ("fit a --frontier -o m", "--output is of a map, and --frontier fits none"),
     ("fit a --frontier -k 2", "-k is what --frontier and --budget vary"),
@@ -298,6 +304,21 @@ def test_how_models_are_loaded_is_taken_where_a_fit_runs_them(kvmap_run, option)
 def test_a_device_that_is_not_here_is_refused_where_no_model_is_run(kvmap_run):
     code, _, error = kvmap_run("fit", "x.calib", "--device", "tpu:7")
     assert (code, "no device 'tpu:7' here" in error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("fit", "x.calib"),
+        ("fit", "tiny-m", "tiny-l"),
+        ("bench", "--pair", "tiny-m,tiny-l", "-n"),
+        ("plan", "tiny-m", "tiny-l"),
+        ("collect", "tiny-m", "tiny-l", "-n"),
+    ],
+)
+def test_models_are_shared_only_by_processes_that_collect(kvmap_run, command):
+    code, _, error = kvmap_run(*command, "--device", "tensor-parallel")
+    assert (code, "expected it only where several processes collect" in error) == (2, True)
 
 
 def test_a_reader_that_never_came_is_no_error():

@@ -3,17 +3,19 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import SMALL, SUPPORTED, random_model, save
 from entries import moments, noise
 
-from kvmap import pipeline
+from kvmap import models, pipeline
 from kvmap.calibration import Calibration
 from kvmap.calibration_files import SPLITS
 from kvmap.collect import CollectOptions, collect
+from kvmap.errors import UsageError
 from kvmap.fit import recipe
-from kvmap.moments import Rows
 from kvmap.pair import Loading, TextOptions, read_text
 from kvmap.ranks import Ranks, ranks
 
@@ -43,8 +45,7 @@ def test_pooled_moments_are_those_of_all_rows(sizes):
     """Sums over two processes, played by two accumulators in step."""
     rows = noise(100, mean=50.0)
     first, second = (
-        Rows({key: tuple(t[part] for t in layers) for key, layers in rows.entries.items()})
-        for part in (slice(0, sizes[0]), slice(sizes[0], None))
+        rows.pick(torch.arange(100)[part]) for part in (slice(0, sizes[0]), slice(sizes[0], None))
     )
     whole, parts = moments(rows), [moments(first), moments(second)]
     # Each sum needs what the other has at the same moment: record both sides, then replay.
@@ -82,24 +83,44 @@ def replay(mine, own, others):
         return
 
 
-def test_two_processes_under_torchrun_fit_the_same_map(checkpoint, loaded, tmp_path):
-    names = tuple(str(checkpoint(name)) for name in ("qwen3_small", "llama_default"))
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"{n} times {n} makes {n * n}" for n in range(400)))
-    found = read_text(names, TextOptions(str(text), sequences=48, length=24), Loading("cpu"))
-    options = CollectOptions(heads="all", joint=True)
+@pytest.fixture(scope="module")
+def names(checkpoint):
+    return tuple(str(checkpoint(name)) for name in ("qwen3_small", "llama_default"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(f"{n} times {n} makes {n * n}" for n in range(400)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def alone(names, loaded, text, tmp_path_factory):
+    """Return the calibration of one process."""
+    found = read_text(names, TextOptions(text, sequences=48, length=24), Loading("cpu"))
     openers = tuple(lambda name=name: loaded(name) for name in ("qwen3_small", "llama_default"))
-    alone = collect(openers, found.token_ids, tmp_path / "alone", options, found.record)
-    command = (
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "kvmap", "collect", *names, "-o", str(tmp_path / "two"), "--device", "cpu"),
-        *("--dataset", str(text), "--sequences", "48", "--length", "24", "-q"),
-    )
+    out, options = tmp_path_factory.mktemp("one") / "alone", CollectOptions(heads="all", joint=True)
+    return collect(openers, found.token_ids, out, options, found.record)
+
+
+def under_torchrun(*command):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = subprocess.run(
-        (sys.executable, *command), capture_output=True, text=True, env=environment, timeout=600
+        (sys.executable, *start, *command),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_two_processes_under_torchrun_fit_the_same_map(names, text, alone, tmp_path):
+    command = ("-m", "kvmap", "collect", *names, "-o", str(tmp_path / "two"), "--device", "cpu")
+    done = under_torchrun(*command, "--dataset", text, "--sequences", "48", "--length", "24", "-q")
     assert done.stdout == f"{tmp_path / 'two'}\n"
     pair = Calibration.open(tmp_path / "two")
     for split in SPLITS:
@@ -109,7 +130,37 @@ def test_two_processes_under_torchrun_fit_the_same_map(checkpoint, loaded, tmp_p
     assert {path.name for path in pair.path.iterdir()} == {p.name for p in alone.path.iterdir()}
 
 
-def same_map(one, other):
+def test_two_processes_that_share_models_fit_the_same_map(names, text, alone, tmp_path):
+    """Stopped after a shard and resumed; models they cannot share are refused first.
+
+    Each process multiplies a part of every product, and the parts are added up in float32: the
+    rows differ in its last digits, by 5e-7 here, their moments by 2e-7 and the map's weights by
+    as much times the condition of their systems, 2e-6.
+    """
+    config = {**SUPPORTED["llama_default"][1], "num_attention_heads": 3, "hidden_size": 48}
+    odd = random_model("llama", 1, **config | {"num_key_value_heads": 3})
+    unplanned = random_model("stablelm", 2, **SMALL)
+    others = [str(save(m, tmp_path / m.config.model_type)) for m in (odd, unplanned)]
+    script = str(Path(__file__).with_name("sharded.py"))
+    done = under_torchrun(script, str(tmp_path / "two"), text, *names, *others)
+    assert done.stdout.count("codes [2, 2, 130, 0]\n") == 2
+    assert f"{others[0]}: found 3 KV heads for 2 processes" in done.stderr
+    assert "found no tensor-parallel plan for stablelm" in done.stderr
+    pair = Calibration.open(tmp_path / "two")
+    assert pair.index == alone.index
+    for split in SPLITS:
+        mine, theirs = (found.moments(split, with_head=True).tensors for found in (alone, pair))
+        assert all((theirs[n] - t).norm() <= 2e-6 * t.norm() for n, t in mine.items())
+    same_map(alone, pair, 1e-6, 5e-5)
+    assert {path.name for path in pair.path.iterdir()} == {p.name for p in alone.path.iterdir()}
+
+
+def test_one_process_shares_no_model(checkpoint):
+    with pytest.raises(UsageError, match="run `torchrun --nproc-per-node N -m kvmap collect"):
+        models.load(str(checkpoint("llama_default")), "tensor-parallel")
+
+
+def same_map(one, other, r2=1e-10, weights=1e-6):
     """Layers and ridges equal, R² to 1e-10, weights to the digits of float32.
 
     Moments that differ in their last digits move a solution by as much times the condition of
@@ -125,8 +176,8 @@ def same_map(one, other):
     records = [cmap.provenance for _, cmap in made]
     assert records[0]["ridge"] == records[1]["ridge"]
     for split, by_kind in records[0]["r2"].items():
-        assert by_kind == pytest.approx(records[1]["r2"][split], rel=1e-10)
+        assert by_kind == pytest.approx(records[1]["r2"][split], rel=r2)
     for mine, theirs in zip(made[0][1].layers, made[1][1].layers, strict=True):
         for kind in ("key", "value") if mine else ():
             a, b = mine.of(kind).weight, theirs.of(kind).weight
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(a, b, rtol=weights, atol=weights / 10)

@@ -132,7 +132,7 @@ def test_two_passes_are_made_where_moments_do_not_fit(
 
     texts = dataclasses.replace(TEXT, dataset=text)
     few = pair.read_text(names, dataclasses.replace(texts, sequences=8), LOADING)
-    kept = CollectOptions(stride=2, heads="matched", joint=False)
+    kept = CollectOptions(stride=2, heads="matched", joint=False, lookback_layers=(0,))
     sample, _ = pair.collect_pair(names, few, kept, tmp_path / "a", LOADING, lambda *_: None)
     chosen = dataclasses.replace(fit.recipe("paper"), k=1)
     layers, path, _ = pipeline.cached_layers(sample, chosen, "top", tmp_path / "layers")
@@ -333,6 +333,32 @@ def test_automatic_k_leaves_rows_enough_for_every_input():
     assert counts(100) == [1]
     assert counts(1000) == [1, 2, 3]
     assert counts(1000, 2) == [1, 2]
+
+
+def test_a_recipe_reads_the_layers_of_the_tokens_before_that_are_kept(calibration):
+    """Or those it is told to, where they are among them."""
+    found = calibration("twin_llama")
+    assert found.scope.lookback_layers == (0, 1)
+    layers = tuple((0,) for _ in range(found.target.geometry.layers))
+    default = fit.recipe("kvmap")
+    for asked, read in (((), (0, 1)), ((0,), (0,)), ((1,), (1,))):
+        options = dataclasses.replace(default.options, lookback_layers=asked)
+        recipe = dataclasses.replace(default, options=options)
+        made = pipeline.fit_map(found, layers, recipe, lambda *_: None).cmap
+        assert made.options.lookback_layers == read
+        assert made.provenance["recipe"]["options"]["lookback_layers"] == list(read)
+    options = dataclasses.replace(default.options, lookback_layers=(0, 2))
+    with pytest.raises(
+        UsageError,
+        match=r"keeps layers 0,1 of the tokens before, the map reads 0,2; "
+        r"collect with `--lookback-layers 0,2`",
+    ):
+        pipeline.fit_map(found, layers, dataclasses.replace(default, options=options), print)
+
+
+def test_layers_of_the_tokens_before_are_the_sources():
+    with pytest.raises(UsageError, match=r"found layer 3 of the tokens before, .* 3 layers; give"):
+        pair.with_scope(CollectOptions(lookback_layers=(0, 3)), (SOURCE, TARGET))
 
 
 @pytest.mark.parametrize("recipe", ["paper", "kvmap"])

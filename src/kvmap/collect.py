@@ -35,7 +35,7 @@ from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, json_digest, pairing_problems
 from kvmap.models import LoadedModel
 from kvmap.moments import Rows
-from kvmap.ranks import Ranks, ranks
+from kvmap.ranks import ALONE, Ranks
 
 PARTIAL = "moments.partial.safetensors"
 # Without a dump, moments are saved this often, so that an interrupted run loses little.
@@ -100,11 +100,9 @@ def collect(
     progress: Progress = lambda step, done, total: None,
     together: bool = True,
     force: bool = False,
+    team: Ranks = ALONE,
 ) -> Calibration:
     """Fill a calibration folder and return it.
-
-    Under `torchrun` every process takes its share of the shards, and the moments are those of
-    all.
 
     Args:
         openers: Load the source and the target; each is called at most once.
@@ -115,25 +113,27 @@ def collect(
             all rows on disk until the end.
         force: Remove the calibration or interrupted run in the folder, once all else is known
             to be in order.
+        team: Of several processes each takes its share of the shards, and the moments are those
+            of all; where they share each model, all run all shards and the first keeps the rows.
 
     Raises:
         UsageError: The models cannot be paired, or the folder holds another run.
     """
     check_options(options, token_ids)
-    with ranks() as team:
-        models = _Models(openers, together)
-        options = replace(options, lookback_layers=options.late_layers(models.source.geometry))
-        run = _Run(models, token_ids, out, options, text, team)
-        if run.start(force):
-            return run.tidy()
-        steps = {"source": run.source_rows, "target": run.target_rows, "moments": run.add_moments}
-        passes = [steps] if together else [{name: step} for name, step in steps.items()]
-        for stage in passes:
-            for shard in team.shards(run.shards):
-                for step in stage.values():
-                    step(shard)
-                progress(" + ".join(stage), shard + 1, run.shards)
-        return run.finish()
+    together = team.same(together)  # each process has measured its free memory itself
+    models = _Models(openers, together)
+    options = replace(options, lookback_layers=options.late_layers(models.source.geometry))
+    run = _Run(models, token_ids, out, options, text, team)
+    if run.start(force):
+        return run.tidy()
+    steps = {"source": run.source_rows, "target": run.target_rows, "moments": run.add_moments}
+    passes = [steps] if together else [{name: step} for name, step in steps.items()]
+    for stage in passes:
+        for shard in team.shards(run.shards):
+            for step in stage.values():
+                step(shard)
+            progress(" + ".join(stage), shard + 1, run.shards)
+    return run.finish()
 
 
 def check_options(options: CollectOptions, token_ids: Tensor) -> None:
@@ -205,7 +205,7 @@ class _Run:
     ) -> None:
         self.models = models
         self.team = team
-        self.partial = PARTIAL if team.count == 1 else f"{team.rank}.{PARTIAL}"
+        self.partial = f"{team.rank}.{PARTIAL}" if team.count > 1 else PARTIAL
         self.token_ids = token_ids
         self.out = out
         self.options = options
@@ -266,6 +266,7 @@ class _Run:
             "models": models,
             "dtypes": dtypes,
             **({"ranks": self.team.count} if self.team.count > 1 else {}),
+            **({"sharded": True} if self.team.sharded else {}),
         }
 
     def _start_moments(self) -> None:
@@ -277,7 +278,7 @@ class _Run:
         geometries = (self.models.source.geometry, self.models.target.geometry)
         products = getattr(torch, self.options.products)
         scope = self.options.scope
-        kept = SPLITS if self.options.moments else ()
+        kept = SPLITS if self.options.moments and self.team.keeps else ()
         self.moments = {split: empty_moments(*geometries, scope, products) for split in kept}
 
     def source_rows(self, shard: int) -> None:
@@ -296,13 +297,14 @@ class _Run:
 
     def _rows(self, shard: int, side: int) -> None:
         path = self._path(side, shard)
-        if path.exists() or shard < self.added:
+        # The first's word: another's look at the folder may come after the first's next change.
+        if self.team.same(path.exists() or shard < self.added):
             return
         loaded = self.models.open(side)
         members = self._sequences(shard)
         places = torch.arange(0, self.token_ids.shape[1], self.options.stride)
         kept, lookback, late = len(places), LOOKBACK * (side == 0), self.options.lookback_layers
-        rows = len(members) * kept
+        rows = len(members) * kept if self.team.keeps else 0
         # In one piece: pieces of a megabyte or two would lie among what passes, and leave holes.
         block = torch.empty(
             rows * row_width(loaded.signature.geometry, lookback * len(late)), dtype=loaded.dtype
@@ -314,17 +316,21 @@ class _Run:
             for name, part in content_rows(
                 loaded, self.token_ids[list(batch)], self.options.stride, lookback, late
             ):
+                if not self.team.keeps:
+                    continue
                 if name not in tensors:
                     own, block = block.tensor_split([rows * part[0].numel()])
                     tensors[name] = own.view(rows, *part.shape[1:])
                 tensors[name][start * kept :][: len(part)] = part
+        if not self.team.keeps:
+            return
         tensors["position"] = places.repeat(len(members))
         tensors["sequence"] = torch.tensor(members).repeat_interleave(kept)
         artifacts.write(path, "dump", tensors, {"model": loaded.signature.to_json()}, private=True)
 
     def add_moments(self, shard: int) -> None:
         """Add a shard's rows to the moments; without a dump, keep it until they are on disk."""
-        if not self.options.moments or shard < self.added:
+        if not self.options.moments or not self.team.keeps or shard < self.added:
             return
         paths = (self._path(0, shard), self._path(1, shard))
         pair = (self.models.source, self.models.target)

@@ -38,14 +38,14 @@ def content_rows(
         keys = strip(cache.keys[layer][:, :, kept.to(place)], positions.to(place), table)
         values = cache.values[layer][:, :, kept.to(place)]
         for kind, tensor in (("key", keys), ("value", values)):
-            yield f"{kind}.{layer}", _as_rows(tensor, loaded.dtype)
+            yield f"{kind}.{layer}", _as_rows(loaded.all_heads(tensor), loaded.dtype)
     for layer in late if lookback else ():
         keys, values = cache.keys[layer], cache.values[layer]
         pair = (strip(keys, cache.positions.to(keys.device), tables[layer]), values)
         for back, side in enumerate(BACK[:lookback], 1):
             for kind, tensor in zip(KINDS, pair, strict=True):
                 moved = pad(tensor, (0, 0, back, -back))[:, :, kept.to(tensor.device)]
-                yield f"{side}.{kind}.{layer}", _as_rows(moved, loaded.dtype)
+                yield f"{side}.{kind}.{layer}", _as_rows(loaded.all_heads(moved), loaded.dtype)
 
 
 def _as_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ from kvmap.layers import load_layers
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
 from kvmap.models.load import (
+    SHARDED,
     identify,
     load_config,
     load_tokenizer,
@@ -39,7 +40,7 @@ from kvmap.pipeline import (
     open_finished,
     sound_or_none,
 )
-from kvmap.ranks import are_several
+from kvmap.ranks import ranks
 
 Progress = Callable[[str, int, int], None]
 
@@ -145,36 +146,38 @@ def collect_pair(
         out: Folder to fill; None takes the one in the cache folder, if it is there.
         force: Replace the calibration that is in `out`.
     """
-    path = out or _cached_path(names, found, options, loading)
-    if out is None and path is not None and (finished := open_finished(path)):
-        return finished, True
-    _check_memory(geometries(names, loading), options)
-    loaded: dict[str, LoadedModel] = {}
-    together = plan.fits_together(_weight_bytes(names, loading), pick_device(loading.device))
-
-    def opener(name: str) -> Callable[[], LoadedModel]:
-        return lambda: loaded.get(name) or loading.open(name)
-
-    if path is None:
-        loaded = {name: loading.open(name) for name in names}
-        digests = tuple(loaded[name].signature.digest for name in names)
-        path = calibration_path(digests, (loading.dtype_name,) * 2, found, options)
-    atomic.make_folder(path.parent)
-    openers = tuple(opener(name) for name in names)
-    with nullcontext() if out is not None or are_several() else atomic.alone(path):
-        if out is None and (finished := open_finished(path)):
+    with ranks(loading.device == SHARDED) as team:
+        path = out or _cached_path(names, found, options, loading)
+        if out is None and path is not None and (finished := open_finished(path)):
             return finished, True
-        made = collect(
-            openers,
-            found.token_ids,
-            path,
-            options,
-            found.record,
-            progress,
-            together,
-            force and out is not None,
-        )
-    return made, False
+        _check_memory(geometries(names, loading), options)
+        loaded: dict[str, LoadedModel] = {}
+        together = plan.fits_together(_weight_bytes(names, loading), pick_device(loading.device))
+
+        def opener(name: str) -> Callable[[], LoadedModel]:
+            return lambda: loaded.get(name) or loading.open(name)
+
+        if path is None:
+            loaded = {name: loading.open(name) for name in names}
+            digests = tuple(loaded[name].signature.digest for name in names)
+            path = calibration_path(digests, (loading.dtype_name,) * 2, found, options)
+        atomic.make_folder(path.parent)
+        openers = tuple(opener(name) for name in names)
+        with nullcontext() if out is not None or team.count > 1 else atomic.alone(path):
+            if out is None and (finished := open_finished(path)):
+                return finished, True
+            made = collect(
+                openers,
+                found.token_ids,
+                path,
+                options,
+                found.record,
+                progress,
+                together,
+                force and out is not None,
+                team,
+            )
+        return made, False
 
 
 def _check_memory(shapes: tuple[Geometry, Geometry], options: CollectOptions) -> None:

@@ -27,6 +27,7 @@ from kvmap.footprint import (
     use_bytes,
 )
 from kvmap.geometry import Geometry
+from kvmap.models.load import SHARDED
 
 # Above these bytes of accumulators, moments of all heads, then joint ones, are not the default.
 ALL_HEADS_BYTES = 4 << 30
@@ -213,10 +214,10 @@ def fits_together(weight_bytes: tuple[int | None, int | None], device: str) -> b
 
 
 def free_memory(device: str) -> int:
-    """Return the free bytes of a device, of all for "spread"; of the machine for a CPU."""
+    """Return the free bytes of a device, of all for a model on all; of the machine for a CPU."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
-    if device == "spread" and torch.cuda.is_available():
+    if device in ("spread", SHARDED) and torch.cuda.is_available():
         return sum(torch.cuda.mem_get_info(at)[0] for at in range(torch.cuda.device_count()))
     # Pages of files that were read are free for the asking, though not counted as free pages.
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:

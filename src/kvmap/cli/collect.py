@@ -61,7 +61,7 @@ def run(
     dump: Annotated[bool, typer.Option("--dump/--no-dump", help="Keep the rows.")] = True,
     moments: Annotated[bool, typer.Option("--moments/--no-moments", help="Keep moments.")] = True,
     seed: options.Seed = None,
-    device: options.Device = None,
+    device: options.SharedDevice = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryRun = False,

@@ -199,6 +199,7 @@ def run(
     text = {"dataset": dataset, "sequences": sequences, "length": length, "seed": seed}
     kept = {"stride": stride, "held_out": held_out}
     loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    pick_device(loading.device)  # of no use where no model is run, but no nonsense either
     if target is not None and (frontier or budget is not None):
         raise UsageError(
             "--frontier and --budget are for a calibration, found two models; "
@@ -206,7 +207,6 @@ def run(
         )
     if target is None:
         _refuse(text | kept)
-        pick_device(loading.device)
         if not frontier and budget is None:
             how = {"--device": device, "--dtype": dtype, "--trust-remote-code": trust_remote_code}
             ignored.of_models(how, request.recipe)

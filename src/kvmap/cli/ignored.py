@@ -72,6 +72,9 @@ def in_fit(asked: Asked, recipe: Recipe) -> None:
     if recipe.options.heads == "all":
         why = "pairs matched heads, and this map's read all; add --heads matched"
         refuse(asked, ["--assign"], why)
+    if not recipe.options.lookback:
+        why = "is of tokens before, and this map reads none; add --lookback"
+        refuse(asked, ["--lookback-layers"], why)
     if recipe.method == "closed-form":
         why = "is of networks, and there are none; add --method mlp or residual"
         refuse(asked, ["--width"], why)

@@ -25,10 +25,12 @@ Force = Annotated[bool, typer.Option("--force", "-f", help="Replace what is alre
 DryRun = Annotated[
     bool, typer.Option("--dry-run", "-n", help="Print the plan and its costs; do nothing.")
 ]
-Device = Annotated[
+_DEVICES = "cpu, cuda, cuda:1, spread{}, or auto. [default: auto]"
+Device = Annotated[str | None, typer.Option("--device", metavar="DEVICE", help=_DEVICES.format(""))]
+SharedDevice = Annotated[
     str | None,
     typer.Option(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, spread, or auto. [default: auto]"
+        "--device", metavar="DEVICE", help=_DEVICES.format(", tensor-parallel (under torchrun)")
     ),
 ]
 Dtype = Annotated[

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, Signature, json_digest, signature_digest
 from kvmap.models.names import KNOWN, Checkpoint, resolve
 from kvmap.models.probe import probe_rope, refuse_unsupported
 
+# Every layer cut by heads over the processes that `torchrun` has started.
+SHARDED = "tensor-parallel"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -51,6 +53,18 @@ class LoadedModel:
     def dtype(self) -> torch.dtype:
         """Dtype of the model's weights, and so of its cache."""
         return self.model.dtype
+
+    def all_heads(self, own: Tensor) -> Tensor:
+        """Return all KV heads [B, H, T, D] of what holds this process's own.
+
+        All processes that share the model call it together; a whole tensor is returned as it is.
+        """
+        if own.shape[1] == self.signature.geometry.kv_heads:
+            return own
+        own = own.contiguous()
+        parts = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(parts, own)
+        return torch.cat(parts, dim=1)
 
     def require_layers(self, count: int | None = None) -> None:
         """Check that so many of the lowest layers are there; all and the head if not given.
@@ -92,11 +106,16 @@ def pick_device(device: str = "auto") -> str:
     """Return a device's name; "auto" is an accelerator where there is one.
 
     Raises:
-        UsageError: No such device here.
+        UsageError: No such device here, or no processes to share a model.
     """
-    if device not in ("auto", "spread"):
+    if device == SHARDED and not (distributed.is_available() and distributed.is_initialized()):
+        raise UsageError(
+            f"found --device {SHARDED}, expected it only where several processes collect; run "
+            "`torchrun --nproc-per-node N -m kvmap collect SOURCE TARGET`, or take --device spread"
+        )
+    if device not in ("auto", "spread", SHARDED):
         return _present(device)
-    if device == "spread":
+    if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -123,7 +142,7 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
         UsageError: No such dtype.
     """
     if dtype == "auto":
-        here = pick_device() if device == "spread" else device
+        here = pick_device() if device in ("spread", SHARDED) else device
         return torch.float32 if here.startswith("cpu") else torch.bfloat16
     if dtype not in DTYPES:
         raise UsageError(f"no dtype {dtype!r}; expected auto, {', '.join(DTYPES)}")
@@ -144,6 +163,7 @@ def load(
     place = pick_device(device)
     config = load_config(checkpoint, trust_remote_code)
     refuse_unsupported(config, name)
+    placement = _placement(place, config, name)
     with _told(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             checkpoint.location,
@@ -152,9 +172,9 @@ def load(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             use_safetensors=True,  # the other format runs code when it is read
-            **({"device_map": "auto"} if place == "spread" else {}),
+            **placement,
         )
-        if place != "spread":
+        if not placement:
             model.to(place)
     if missing := sorted(report["missing_keys"]):
         raise UsageError(
@@ -163,6 +183,30 @@ def load(
         )
     tokenizer = load_tokenizer(checkpoint, trust_remote_code)
     return wrap(model.eval(), tokenizer, checkpoint)
+
+
+def _placement(place: str, config: Any, name: str) -> dict[str, Any]:
+    """Return what has transformers lay a model over several devices; nothing for one device.
+
+    Raises:
+        UsageError: It cannot be cut for as many processes as there are.
+    """
+    if place != SHARDED:
+        return {"device_map": "auto"} if place == "spread" else {}
+    from transformers.distributed import DistributedConfig
+
+    if not getattr(config, "base_model_tp_plan", None):
+        raise UsageError(
+            f"{name}: found no tensor-parallel plan for {config.model_type} in transformers, "
+            f"expected one for --device {SHARDED}; take --device spread"
+        )
+    count, heads = distributed.get_world_size(), shape_of(config).kv_heads
+    if heads % count:
+        raise UsageError(
+            f"{name}: found {heads} KV heads for {count} processes, expected as many for each; "
+            f"start a number of processes that divides {heads}"
+        )
+    return {"distributed_config": DistributedConfig(tp_size=count)}
 
 
 def wrap(model: nn.Module, tokenizer: Any, checkpoint: Checkpoint) -> LoadedModel:
