@@ -1,6 +1,7 @@
 """The mapping engine against the formula written out: complex rotations and one einsum."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,8 +32,7 @@ COMBINATIONS = [
     )
 ]
 COMBINATIONS += [
-    MapOptions(heads=heads, lookback=2, lookback_layers=late)
-    for heads, late in (("all", (0, 3)), ("matched", (1,)))
+    replace(COMBINATIONS[at], lookback_layers=late) for at, late in ((2, (1,)), (11, (0, 3)))
 ]
 
 
