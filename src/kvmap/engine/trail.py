@@ -79,7 +79,8 @@ class Trail:
             yield strip(keys, self.positions, source.rope[layer]), values
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
-        return pad(torch.cat(tensors, 2), (0, 0, self.missing, 0))
+        joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors, 2)
+        return pad(joined, (0, 0, self.missing, 0)) if self.missing else joined
 
     def late(self, tensor: Tensor, tokens: int) -> Tensor:
         """Return what a tensor of the trail holds of the chunk's T tokens, some tokens late.

@@ -57,8 +57,11 @@ RECIPES = {
     "cachebridge": Recipe(8, 1e-2, MapOptions(heads="matched"), weights="attention"),
     # The best closed form, in two factors where they cost less and lose nothing to speak of.
     "kvmap": Recipe("auto", "auto", _BEST, rank=0.01),
-    # The same with each head reading its own: about H times fewer weights.
-    "kvmap-matched": Recipe(4, "auto", replace(_BEST, heads="matched"), assign="best"),
+    # The same with each head reading its own, and layer 0 alone of the tokens before: about H times
+    # fewer weights.
+    "kvmap-matched": Recipe(
+        4, "auto", replace(_BEST, heads="matched", lookback_layers=(0,)), assign="best"
+    ),
     # As good to a tenth of the error: several times fewer weights and FLOPs.
     "kvmap-fast": Recipe("auto", "auto", _BEST, rank=0.1),
     # The target's two lowest layers over the whole context, about 2/L of a prefill: exact where
