@@ -132,7 +132,7 @@ def test_two_passes_are_made_where_moments_do_not_fit(
 
     texts = dataclasses.replace(TEXT, dataset=text)
     few = pair.read_text(names, dataclasses.replace(texts, sequences=8), LOADING)
-    kept = CollectOptions(stride=2, heads="matched", joint=False, lookback_layers=(0,))
+    kept = CollectOptions(stride=2, heads="matched", joint=False)
     sample, _ = pair.collect_pair(names, few, kept, tmp_path / "a", LOADING, lambda *_: None)
     chosen = dataclasses.replace(fit.recipe("paper"), k=1)
     layers, path, _ = pipeline.cached_layers(sample, chosen, "top", tmp_path / "layers")
@@ -354,6 +354,13 @@ def test_a_recipe_reads_the_layers_of_the_tokens_before_that_are_kept(calibratio
         r"collect with `--lookback-layers 0,2`",
     ):
         pipeline.fit_map(found, layers, dataclasses.replace(default, options=options), print)
+
+
+def test_all_presets_are_fitted_from_one_calibration():
+    """So that fitting one after the other collects once."""
+    kept = {pair.with_scope(CollectOptions(), (SOURCE, TARGET), r) for r in fit.RECIPES.values()}
+    assert {options.lookback_layers for options in kept} == {(0, 1)}
+    assert len(kept) == 1
 
 
 def test_layers_of_the_tokens_before_are_the_sources():

@@ -72,11 +72,12 @@ def moments_scope(source: Geometry, target: Geometry, layers: Layers | None = No
 def scope_for(recipe: Recipe, widest: Scope) -> Scope:
     """Return which moments are kept for a recipe: what fits in memory, what it reads at least."""
     options = recipe.options
+    late = options.lookback_layers if options.lookback else ()
     return Scope(
         "all" if options.heads == "all" else widest.heads,
         widest.joint or options.mixed,
         widest.layers,
-        options.lookback_layers or widest.lookback_layers,
+        tuple(sorted({*widest.lookback_layers, *late})),
     )
 
 
