@@ -123,6 +123,15 @@ def test_free_memory_of_a_spread_model_is_that_of_all_devices(monkeypatch):
     assert plan.free_memory("spread") == 33
 
 
+def test_what_lays_models_over_devices_is_asked_for_by_name(checkpoint, monkeypatch):
+    monkeypatch.setattr("kvmap.models.load.find_spec", lambda name: None)
+    with pytest.raises(
+        UsageError,
+        match=r"--device spread needs accelerate, .* run `pip install 'kvmap\[devices\]'`",
+    ):
+        Loading(device="spread").open(str(checkpoint("qwen3_small")))
+
+
 def test_bench_times_one_device():
     with pytest.raises(UsageError, match="found --device spread, but bench times one device"):
         machine_of(Loading(device="spread"), BenchOptions())

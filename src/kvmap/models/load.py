@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +190,17 @@ def _placement(place: str, config: Any, name: str) -> dict[str, Any]:
     """Return what has transformers lay a model over several devices; nothing for one device.
 
     Raises:
-        UsageError: It cannot be cut for as many processes as there are.
+        UsageError: It cannot be cut for as many processes as there are, or accelerate is missing.
     """
-    if place != SHARDED:
-        return {"device_map": "auto"} if place == "spread" else {}
+    if place not in ("spread", SHARDED):
+        return {}
+    if find_spec("accelerate") is None:
+        raise UsageError(
+            f"--device {place} needs accelerate, which is not installed; "
+            "run `pip install 'kvmap[devices]'`"
+        )
+    if place == "spread":
+        return {"device_map": "auto"}
     from transformers.distributed import DistributedConfig
 
     if not getattr(config, "base_model_tp_plan", None):
