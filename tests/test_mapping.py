@@ -233,6 +233,11 @@ def _spoilt(tmp_path, tensors=None, **changes):
             {},
             r"found 2 layers and 3 exact ones, expected 2, exact ones among them",
         ),
+        (
+            {"options": dataclasses.asdict(MapOptions(lookback=1, lookback_layers=(0, 3)))},
+            {},
+            r"reads layer 3 of the tokens before, expected 0 to 2 of ",
+        ),
         ({"options": {"heads": "some"}}, {}, r"(header is not sound|heads)"),
         ({"options": {}}, {}, r"header is not sound"),
         ({"source": {}}, {}, r"header is not sound"),

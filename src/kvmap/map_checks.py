@@ -34,6 +34,11 @@ def check_weights(made: CacheMap, path: Path | str) -> None:
                 f"{path}: assigns heads {list(heads)}, expected {target.kv_heads} from 0 to "
                 f"{source.kv_heads - 1}; fit the map again"
             )
+    if (last := made.options.lookback_layers[-1]) >= source.layers:
+        raise UsageError(
+            f"{path}: reads layer {last} of the tokens before, expected 0 to {source.layers - 1} "
+            f"of {made.source.name}; fit the map again"
+        )
     if len(made.layers) != target.layers or made.options.exact_layers > target.layers:
         raise UsageError(
             f"{path}: found {len(made.layers)} layers and {made.options.exact_layers} exact ones, "
