@@ -27,18 +27,7 @@ def check_weights(made: CacheMap, path: Path | str) -> None:
                 f"{path}: r2.{name} is {tuple(table.shape)}, expected "
                 f"{(target.layers, target.kv_heads)}; fit the map again"
             )
-    if made.options.heads == "matched":
-        heads = made.options.assignment
-        if len(heads) != target.kv_heads or not all(0 <= h < source.kv_heads for h in heads):
-            raise UsageError(
-                f"{path}: assigns heads {list(heads)}, expected {target.kv_heads} from 0 to "
-                f"{source.kv_heads - 1}; fit the map again"
-            )
-    if (last := made.options.lookback_layers[-1]) >= source.layers:
-        raise UsageError(
-            f"{path}: reads layer {last} of the tokens before, expected 0 to {source.layers - 1} "
-            f"of {made.source.name}; fit the map again"
-        )
+    _check_inputs(made, path)
     if len(made.layers) != target.layers or made.options.exact_layers > target.layers:
         raise UsageError(
             f"{path}: found {len(made.layers)} layers and {made.options.exact_layers} exact ones, "
@@ -65,6 +54,23 @@ def check_weights(made: CacheMap, path: Path | str) -> None:
                         f"{path}: layer {index}'s {kind} {name} is {found}, "
                         f"expected {expected}; fit the map again"
                     )
+
+
+def _check_inputs(made: CacheMap, path: Path | str) -> None:
+    """Check that what all layers read is there: the source's heads, and its layers."""
+    source, target = made.source.geometry, made.target.geometry
+    if made.options.heads == "matched":
+        heads = made.options.assignment
+        if len(heads) != target.kv_heads or not all(0 <= h < source.kv_heads for h in heads):
+            raise UsageError(
+                f"{path}: assigns heads {list(heads)}, expected {target.kv_heads} from 0 to "
+                f"{source.kv_heads - 1}; fit the map again"
+            )
+    if (last := made.options.lookback_layers[-1]) >= source.layers:
+        raise UsageError(
+            f"{path}: reads layer {last} of the tokens before, expected 0 to {source.layers - 1} "
+            f"of {made.source.name}; fit the map again"
+        )
 
 
 def _part_shapes(part: Affine, groups: int, p: int, q: int) -> dict[str, tuple[int, ...]]:
