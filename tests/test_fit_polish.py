@@ -115,6 +115,14 @@ def test_a_map_that_polish_does_not_help_comes_back_unchanged(start):
     assert torch.equal(made.cmap.layers[1].key.weight, cmap.layers[1].key.weight)
 
 
+def polished_with_checkpoint(start, path):
+    """Polish beside a checkpoint; return what was made and the steps that were told."""
+    models, cmap, sequences, coordinates = start
+    seen = []
+    note = lambda step, done, total: seen.append(done)  # noqa: E731
+    return polish(cmap, models, sequences, coordinates, OPTIONS, path, note), seen
+
+
 def test_an_interrupted_polish_ends_as_an_uninterrupted_one(start, tmp_path):
     models, cmap, sequences, coordinates = start
     whole = polish(cmap, models, sequences, coordinates, OPTIONS)
@@ -127,16 +135,7 @@ def test_an_interrupted_polish_ends_as_an_uninterrupted_one(start, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         polish(cmap, models, sequences, coordinates, OPTIONS, path, stop)
     assert path.exists()
-    seen = []
-    resumed = polish(
-        cmap,
-        models,
-        sequences,
-        coordinates,
-        OPTIONS,
-        path,
-        lambda step, done, total: seen.append(done),
-    )
+    resumed, seen = polished_with_checkpoint(start, path)
     assert seen[0] == 5
     assert resumed.history == whole.history
     for layer, other in zip(resumed.cmap.layers[1:], whole.cmap.layers[1:], strict=True):
@@ -145,19 +144,9 @@ def test_an_interrupted_polish_ends_as_an_uninterrupted_one(start, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_taken_up(start, tmp_path):
-    models, cmap, sequences, coordinates = start
     path = tmp_path / "polish.safetensors"
     path.write_bytes(b"half a file")
-    seen = []
-    polish(
-        cmap,
-        models,
-        sequences,
-        coordinates,
-        OPTIONS,
-        path,
-        lambda step, done, total: seen.append(done),
-    )
+    _, seen = polished_with_checkpoint(start, path)
     assert seen[0] == 1
     assert not path.exists()
 

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from kvmap import fit, models, pair, pipeline, plan
 from kvmap.calibration_files import Scope
 from kvmap.collect import CollectOptions, collect
+from kvmap.columns import first_and_middle
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe, Splits
+from kvmap.map_options import weight_shape
 from kvmap.mapping import CacheMap, MapOptions
 from kvmap.models.load import identify
 
@@ -361,6 +363,14 @@ def test_all_presets_are_fitted_from_one_calibration():
     kept = {pair.with_scope(CollectOptions(), (SOURCE, TARGET), r) for r in fit.RECIPES.values()}
     assert {options.lookback_layers for options in kept} == {(0, 1)}
     assert len(kept) == 1
+
+
+def test_what_is_planned_of_a_preset_is_what_a_fit_makes_of_it():
+    """Before a fit says which layers of the tokens before are read, the usual ones count."""
+    for preset in fit.RECIPES.values():
+        made = fit.with_lookback(preset, first_and_middle(SOURCE))
+        planned = weight_shape(preset.options, 1, SOURCE, TARGET)
+        assert planned == weight_shape(made.options, 1, SOURCE, TARGET)
 
 
 def test_layers_of_the_tokens_before_are_the_sources():

@@ -124,10 +124,12 @@ def test_native_layers_are_the_targets_own(dumped, count, tmp_path, monkeypatch)
 
 
 def test_heads_can_be_assigned_by_hand():
-    changed = inputs.edited_recipe("kvmap-matched", {}, {"assignment": inputs.heads_or_none("1,0")})
+    changed = inputs.edited_recipe(
+        "kvmap-matched", {}, {"assignment": inputs.numbers_or_none("1,0")}
+    )
     shapes = (entries.geometry(2, 2, 4), entries.geometry(2, 2, 4))
     assert fit.with_assignment(changed.options, *shapes).assignment == (1, 0)
-    assert inputs.heads_or_none("best") is None
+    assert inputs.numbers_or_none("best") is None
     for wrong in ((0,), (0, 2)):
         with pytest.raises(UsageError, match=r"expected 2 numbers from 0 to 1; give one"):
             fit.with_assignment(dataclasses.replace(changed.options, assignment=wrong), *shapes)

@@ -162,7 +162,8 @@ def _row_weights(size: FitSize) -> Stage:
     rows = min(size.options.shard, sequences) * kept
     # The pages of two shards, this one and the next; X and Y as they are, centred, and pulled.
     shards = min(2, -(-sequences // size.options.shard)) * rows
-    adding = shards * sum(row_bytes(*size.shapes, size.itemsize))
+    late = len(size.options.late_layers(size.shapes[0]))
+    adding = shards * sum(row_bytes(*size.shapes, size.itemsize, late))
     adding += WIDE * (rows * (3 * p + 2 * q) + p * p + p * q) + reads + scaled + size.weighted
     flops = forward_flops(model.parameters, target, size.grid)
     flops += (

@@ -56,7 +56,7 @@ def accumulator_bytes(shapes: list[tuple]) -> int:
     return 2 * 8 * sum(p * p + p * q + p + 2 * q + 1 for p, q in shapes)
 
 
-def row_bytes(source: Geometry, target: Geometry, itemsize: int, late: int = 1) -> tuple[int, int]:
+def row_bytes(source: Geometry, target: Geometry, itemsize: int, late: int) -> tuple[int, int]:
     """Return the bytes of one kept token's row of the source and of the target.
 
     Args:

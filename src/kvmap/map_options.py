@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from kvmap.columns import BACK, KINDS, LOOKBACK, Block
+from kvmap.columns import BACK, KINDS, LOOKBACK, Block, first_and_middle
 from kvmap.geometry import Geometry
 
 
@@ -84,7 +84,7 @@ class MapOptions:
 
     def late_layers(self, source: Geometry) -> int:
         """Return how many layers of tokens before are read, counted for each of these tokens."""
-        return self.lookback * min(max(1, len(self.lookback_layers)), source.layers)
+        return self.lookback * len(self.lookback_layers or first_and_middle(source))
 
     @property
     def mixed(self) -> bool:

@@ -201,7 +201,7 @@ def cached_layers(
 
 
 def _completed(recipe: Recipe, calibration: Calibration) -> Recipe:
-    """Fill in which source head each target head reads, and how many layers of tokens before."""
+    """Fill in which source head each target head reads, and which layers of the tokens before."""
     kept = calibration.scope.lookback_layers
     recipe = fit.with_lookback(recipe, kept)
     options = recipe.options

@@ -16,7 +16,7 @@ from kvmap.calibration_files import Scope
 from kvmap.chosen import Layers
 from kvmap.collect import CollectOptions
 from kvmap.columns import first_and_middle
-from kvmap.fit.recipes import RECIPES, Recipe, with_lookback
+from kvmap.fit.recipes import RECIPES, Recipe
 from kvmap.footprint import (
     accumulator_bytes,
     collect_bytes,
@@ -180,7 +180,6 @@ def map_table(
     for name, recipe in RECIPES.items():
         scope = scope_for(recipe, widest)
         kept = moments_bytes(source, target, scope) if moments is None else moments
-        recipe = with_lookback(recipe, scope.lookback_layers)
         for k in (1, 4, 8) if recipe.k == "auto" else (int(recipe.k),):
             parameters = map_parameters(recipe, k, source, target)
             rows.append(

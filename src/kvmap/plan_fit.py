@@ -102,8 +102,7 @@ def plan_models(
     grid, second = (text.sequences, text.length), passes.get("second_pass", {})
     k = second.get("k") or _most_layers(request, shapes, grid, options)
     moments = second.get("apart_moments_bytes") or found["collect"]["moments_bytes"]
-    recipe = fit.with_lookback(request.recipe, kept.lookback_layers)
-    size = FitSize(recipe, k, shapes, sizes, grid, options, moments, sizes[0].itemsize)
+    size = FitSize(request.recipe, k, shapes, sizes, grid, options, moments, sizes[0].itemsize)
     return {**found, "fit": _fit_plan(size)}
 
 

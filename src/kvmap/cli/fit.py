@@ -155,7 +155,7 @@ def run(
     out = Output(as_json, quiet)
     for path in filter(None, (output, plot)):
         refuse_overwrite(path, force)
-    assigned = inputs.heads_or_none(assign)
+    assigned = inputs.numbers_or_none(assign)
     parts = {
         "assignment": assigned,
         "heads": inputs.one_of("--heads", heads, "all", "matched"),

@@ -83,8 +83,8 @@ def rank_or_share(text: str | None) -> float | None:
     return int(value) if value >= 1 else value
 
 
-def heads_or_none(text: str | None) -> tuple[int, ...] | None:
-    """Read numbers of heads joined by commas; None where the text is something else."""
+def numbers_or_none(text: str | None) -> tuple[int, ...] | None:
+    """Read numbers of heads or layers joined by commas; None where the text is something else."""
     parts = (text or "").split(",")
     return tuple(map(int, parts)) if all(p.isdecimal() and len(p) < 6 for p in parts) else None
 
@@ -97,10 +97,10 @@ def layers_or_none(name: str, text: str | None) -> tuple[int, ...] | None:
     """
     if text is None:
         return None
-    parts = text.split(",")
-    if not all(part.isdecimal() and len(part) < 6 for part in parts):
+    found = numbers_or_none(text)
+    if found is None:
         raise UsageError(f"found {name} {text!r}, expected numbers of layers joined by commas")
-    return tuple(sorted(set(map(int, parts))))
+    return tuple(sorted(set(found)))
 
 
 def share_or_milliseconds(text: str) -> tuple[float, str]:
