@@ -34,7 +34,7 @@ from kvmap.fit.job import weighted
 from kvmap.fit_stages import FitSize, stages
 from kvmap.footprint import collect_bytes, use_bytes
 from kvmap.mapping import CacheMap
-from kvmap.models.load import shape_of
+from kvmap.models.configs import shape_of
 from kvmap.pair import Loading
 from kvmap.plan import moments_bytes
 from kvmap.plan_fit import model_size

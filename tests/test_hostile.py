@@ -24,7 +24,7 @@ from kvmap.evaluate.report import Report
 from kvmap.geometry import Geometry, RopeTable, Signature
 from kvmap.layers import load_layers
 from kvmap.mapping import MapOptions
-from kvmap.models.load import pick_device
+from kvmap.models.devices import pick_device
 from kvmap.pipeline import cache_folder, sound_or_none
 from kvmap.transfer import message_ids, prompt_ids, read_text
 

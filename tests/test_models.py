@@ -20,7 +20,7 @@ from kvmap.models import (
     resolve,
     to_dynamic_cache,
 )
-from kvmap.models.load import pick_dtype
+from kvmap.models.devices import pick_dtype
 
 NAMES = list(checkpoints.SUPPORTED)
 TOLERANCE = 1e-4  # absolute, on fp32 logits whose spread is about 1

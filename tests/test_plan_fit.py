@@ -15,7 +15,7 @@ from kvmap.errors import UsageError
 from kvmap.fit_stages import FitSize, ModelSize, stages
 from kvmap.map_options import MapOptions
 from kvmap.models import prefill
-from kvmap.models.load import tape_width
+from kvmap.models.configs import tape_width
 
 SHAPES = (geometry(6, 2, 8), geometry(5, 4, 6, theta=5e5))
 SIZES = (ModelSize(10**5, 200, 4), ModelSize(2 * 10**5, 300, 4))

@@ -125,7 +125,7 @@ def test_free_memory_of_a_spread_model_is_that_of_all_devices(monkeypatch):
 
 
 def test_what_lays_models_over_devices_is_asked_for_by_name(checkpoint, monkeypatch):
-    monkeypatch.setattr(sys.modules["kvmap.models.load"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["kvmap.models.devices"], "find_spec", lambda name: None)
     with pytest.raises(
         UsageError,
         match=r"--device spread needs accelerate, .* run `pip install 'kvmap\[devices\]'`",

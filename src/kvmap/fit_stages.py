@@ -38,7 +38,7 @@ class ModelSize:
 
     Attributes:
         parameters: Their number.
-        tape: Numbers of a token that a layer keeps for a gradient, see `models.load.tape_width`.
+        tape: Numbers of a token that a layer keeps for a gradient, see `models.configs.tape_width`.
         itemsize: Bytes of one number.
     """
 

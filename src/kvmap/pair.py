@@ -20,16 +20,9 @@ from kvmap.geometry import Geometry, json_digest
 from kvmap.layers import load_layers
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
-from kvmap.models.load import (
-    SHARDED,
-    identify,
-    load_config,
-    load_tokenizer,
-    parameter_count,
-    pick_device,
-    pick_dtype,
-    shape_of,
-)
+from kvmap.models.configs import load_config, parameter_count, shape_of
+from kvmap.models.devices import SHARDED, pick_device, pick_dtype
+from kvmap.models.load import identify, load_tokenizer
 from kvmap.pipeline import (
     Text,
     auto_counts,

@@ -27,7 +27,7 @@ from kvmap.footprint import (
     use_bytes,
 )
 from kvmap.geometry import Geometry
-from kvmap.models.load import SHARDED
+from kvmap.models.devices import SHARDED
 
 # Above these bytes of accumulators, moments of all heads, then joint ones, are not the default.
 ALL_HEADS_BYTES = 4 << 30

@@ -20,7 +20,8 @@ from kvmap.fit_stages import FitSize, ModelSize, stages
 from kvmap.footprint import apart_bytes
 from kvmap.geometry import Geometry
 from kvmap.layers import load_layers
-from kvmap.models.load import load_config, parameter_count, pick_device, pick_dtype, tape_width
+from kvmap.models.configs import load_config, parameter_count, tape_width
+from kvmap.models.devices import pick_device, pick_dtype
 from kvmap.pair import (
     FitRequest,
     Loading,

@@ -9,13 +9,9 @@ from kvmap.collect import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit_stages import ModelSize
 from kvmap.geometry import Geometry
-from kvmap.models.load import (
-    load_config,
-    load_tokenizer,
-    shape_of,
-    template_digest,
-    tokenizer_digest,
-)
+from kvmap.models.configs import load_config, shape_of
+from kvmap.models.digests import template_digest, tokenizer_digest
+from kvmap.models.load import load_tokenizer
 from kvmap.models.probe import refuse_unsupported
 from kvmap.pair import FitRequest, Loading, TextOptions
 from kvmap.plan_fit import map_sizes, model_size, plan_models

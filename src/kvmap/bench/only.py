@@ -19,7 +19,7 @@ from kvmap.errors import UsageError
 from kvmap.fit import recipe
 from kvmap.geometry import Signature
 from kvmap.mapping import CacheMap
-from kvmap.models.load import pick_dtype
+from kvmap.models.devices import pick_dtype
 from kvmap.pair import Loading
 
 PARTS = ("map", "stream", "fit")

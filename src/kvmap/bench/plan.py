@@ -10,7 +10,8 @@ from kvmap.bench.run import Job, machine_of
 from kvmap.bench.shapes import config_of
 from kvmap.fit import DEFAULT_RECIPE, recipe
 from kvmap.footprint import map_parameters
-from kvmap.models.load import parameter_count, pick_device, pick_dtype, shape_of
+from kvmap.models.configs import parameter_count, shape_of
+from kvmap.models.devices import pick_device, pick_dtype
 from kvmap.pair import Loading
 from kvmap.plan import USUAL_K
 

@@ -22,7 +22,8 @@ from kvmap.engine import compute_dtype, prepare
 from kvmap.errors import UsageError
 from kvmap.fit import DEFAULT_RECIPE, recipe
 from kvmap.mapping import CacheMap
-from kvmap.models.load import pick_device, pick_dtype, shape_of
+from kvmap.models.configs import shape_of
+from kvmap.models.devices import pick_device, pick_dtype
 from kvmap.pair import Loading
 
 Progress = Callable[[str, int, int], None]

@@ -22,7 +22,7 @@ from kvmap.geometry import Geometry, Signature
 from kvmap.map_options import MapOptions, weight_shape
 from kvmap.mapping import Affine, CacheMap, LayerMap
 from kvmap.models import LoadedModel
-from kvmap.models.load import load_config, parameter_count, published_config, shape_of
+from kvmap.models.configs import load_config, parameter_count, published_config, shape_of
 from kvmap.models.probe import probe_rope
 from kvmap.plan import USUAL_K, free_memory
 

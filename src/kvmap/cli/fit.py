@@ -149,7 +149,7 @@ def run(
     from kvmap.calibration import Calibration
     from kvmap.collect import CollectOptions
     from kvmap.columns import LOOKBACK
-    from kvmap.models.load import pick_device
+    from kvmap.models.devices import pick_device
     from kvmap.pair import FitRequest, Loading, TextOptions, fit_calibration, fit_pair
 
     out = Output(as_json, quiet)

@@ -37,6 +37,7 @@ SHAPES = {
     "tiny-s": Shape(width=64, layers=2, heads=4, kv_heads=2, theta=10_000.0, seed=11),
     "tiny-m": Shape(width=96, layers=3, heads=4, kv_heads=4, theta=20_000.0, seed=22),
     "tiny-l": Shape(width=128, layers=5, heads=8, kv_heads=4, theta=100_000.0, seed=33),
+    "tiny-deep": Shape(width=96, layers=8, heads=8, kv_heads=8, theta=500_000.0, seed=44),
 }
 
 
@@ -65,6 +66,7 @@ STAGES = (
     Stage(KINDS, (1, 2, 3), (256,), (0.3, 0.9), 0.15),
     Stage(KINDS, (1, 2, 3, 3, 4, 5), (256, 256, 512), (0.1, 0.8), 0.2),
     Stage(KINDS, (2, 3, 3, 4, 5, 5), (256, 512, 512, 1024, 2048), (0.05, 0.7), 0.2),
+    Stage(KINDS, (2, 3, 3, 4, 5, 5), (256, 512, 512, 1024, 2048, 4096), (0.05, 0.7), 0.2),
 )
 PASSED = 0.85
 ROOM = {0: 90, 1: 60, 2: 120, 3: 200, 4: 240, 5: 300}  # words a lesson of a size needs at least
@@ -92,6 +94,7 @@ SCHEDULES = {
     "tiny-s": Schedule(tokens=2_400_000, last_stage=3, cooling=0.4),
     "tiny-m": Schedule(tokens=2_400_000, last_stage=3, cooling=0.4),
     "tiny-l": Schedule(tokens=4_600_000, last_stage=6, cooling=0.3, owner_layer=3),
+    "tiny-deep": Schedule(tokens=4_200_000, last_stage=7, cooling=0.3, owner_layer=4),
 }
 
 

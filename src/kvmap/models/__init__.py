@@ -1,6 +1,7 @@
 """The only package that touches transformers: names, loading, running."""
 
-from kvmap.models.load import LoadedModel, load
+from kvmap.models.load import load
+from kvmap.models.loaded import LoadedModel
 from kvmap.models.lowest import load_lowest, save_lowest
 from kvmap.models.names import Checkpoint, resolve
 from kvmap.models.run import (

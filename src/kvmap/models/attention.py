@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmap.models.load import LoadedModel
+from kvmap.models.loaded import LoadedModel
 
 _NAME = "kvmap_visit"
 # Called with the layer, queries [B, Hq, T, D], keys and values [B, H, T, D] after RoPE, and

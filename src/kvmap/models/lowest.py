@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from kvmap import artifacts, header
 from kvmap.errors import UsageError
 from kvmap.geometry import Signature
-from kvmap.models.load import LoadedModel, config_digest, pick_device, pick_dtype, shape_of
+from kvmap.models.configs import shape_of
+from kvmap.models.devices import pick_device, pick_dtype
+from kvmap.models.digests import config_digest
+from kvmap.models.loaded import LoadedModel
 from kvmap.models.run import lowest_layers
 
 KIND = "lowest"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvmap.cache import KVCache
-from kvmap.models.load import LoadedModel
+from kvmap.models.loaded import LoadedModel
 
 
 def cache_keyword(model: nn.Module) -> str:
