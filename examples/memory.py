@@ -28,7 +28,8 @@ from transformers import LlamaConfig
 from kvmap import fit, models, pipeline
 from kvmap.bench.shapes import config_of, random_map, random_model
 from kvmap.calibration import Calibration
-from kvmap.collect import CollectOptions, collect
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions
 from kvmap.columns import first_and_middle
 from kvmap.fit.job import weighted
 from kvmap.fit_stages import FitSize, stages

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from kvmap import fit, models, pipeline
-from kvmap.collect import CollectOptions, collect
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions
 from kvmap.evaluate.evaluation import EvaluateOptions, evaluate
 from kvmap.models import LoadedModel
 from kvmap.pair import Loading, TextOptions, read_text

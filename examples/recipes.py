@@ -19,7 +19,7 @@ from statistics import mean
 import torch
 
 from kvmap import fit, models, pipeline
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.evaluate.evaluation import EvaluateOptions, evaluate
 from kvmap.fit import Recipe
 from kvmap.mapping import MapOptions

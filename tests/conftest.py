@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from kvmap.calibration import Calibration
-from kvmap.collect import CollectOptions, collect
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions
 from kvmap.models import LoadedModel, load
 
 torch.set_num_threads(1)

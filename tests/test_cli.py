@@ -17,7 +17,7 @@ import kvmap
 from kvmap.bench.shapes import random_map
 from kvmap.cli import app as command
 from kvmap.cli import inputs, output
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.errors import FloorMissed, KvmapError, UsageError
 from kvmap.evaluate.tasks import READ_BY, is_read
 from kvmap.fit import DEFAULT_RECIPE, METHODS, RECIPES
@@ -435,6 +435,15 @@ def test_plans_cost_nothing_and_say_what_they_would(kvmap_run, planted_paths):
     cost = json.loads(kvmap_run("collect", source, target, "--dry-run", "--json")[1])
     assert {"disk_bytes", "peak_bytes", "flops", "seconds"} <= set(cost)
     assert "recipe" in kvmap_run("fit", source, target, "-n")[1]
+
+
+@pytest.mark.parametrize(
+    "command", [("plan",), ("collect", "-n"), ("collect", "-o", "calib"), ("fit", "-n"), ("fit",)]
+)
+def test_sequences_longer_than_a_model_reads_are_refused_alike(command, kvmap_run):
+    code, _, said = kvmap_run(*command, "tiny-m", "tiny-l", "--length", 32769)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "found --length 32769, but tiny-m reads at most 32768 tokens; give a smaller" in said
 
 
 def test_a_pair_that_cannot_be_is_refused_after_saying_why(kvmap_run, checkpoint, planted_paths):

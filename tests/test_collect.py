@@ -19,13 +19,14 @@ from conftest import token_ids
 from kvmap import collect as module
 from kvmap.calibration import Calibration
 from kvmap.clearing import clear
-from kvmap.collect import CollectOptions, collect, held_out_mask
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions, held_out_mask
 from kvmap.columns import BACK, Block
 from kvmap.errors import UsageError
 from kvmap.fit import recipe, with_assignment, with_lookback
 from kvmap.fit.closed_form import regressions
+from kvmap.fit_pair import FitRequest, fit_calibration
 from kvmap.merge import merge
-from kvmap.pair import FitRequest, fit_calibration
 from kvmap.pipeline import fit_map, splits
 from kvmap.ridge import solve
 

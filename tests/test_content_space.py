@@ -12,7 +12,8 @@ import torch
 from conftest import token_ids
 
 from kvmap.cache import KVCache
-from kvmap.collect import CollectOptions, collect
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions
 from kvmap.fit import Recipe
 from kvmap.geometry import Geometry
 from kvmap.mapping import CacheMap, MapOptions

@@ -13,7 +13,8 @@ from entries import moments, noise
 from kvmap import models, pipeline
 from kvmap.calibration import Calibration
 from kvmap.calibration_files import SPLITS
-from kvmap.collect import CollectOptions, collect
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit import recipe
 from kvmap.pair import Loading, TextOptions, read_text

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvmap import fit, models, pipeline
-from kvmap.collect import CollectOptions, collect
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions
 from kvmap.evaluate.tasks import TASKS, TaskOptions
 
 NAMES = ("tiny-m", "tiny-l")

@@ -7,7 +7,8 @@ import torch
 from conftest import token_ids
 
 from kvmap import fit, pipeline
-from kvmap.collect import CollectOptions, collect
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit import weights
 from kvmap.ridge import Covariance, solve

@@ -11,7 +11,7 @@ from entries import geometry
 
 from kvmap import artifacts
 from kvmap.bench.memory import peak_bytes
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.fit import Recipe
 from kvmap.footprint import collect_bytes, fit_bytes, use_bytes
 from kvmap.map_options import MapOptions

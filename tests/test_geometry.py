@@ -47,6 +47,28 @@ def test_rope_frequencies_survive_json_bit_by_bit():
     assert again.rope == (odd,) * 4
 
 
+def turned(**changes) -> Geometry:
+    """Return GEOMETRY with its first table changed."""
+    table = dataclasses.replace(TABLE, **changes)
+    return dataclasses.replace(GEOMETRY, rope=(table, *GEOMETRY.rope[1:]))
+
+
+def test_caches_are_the_same_up_to_what_a_device_rounds():
+    rounded = tuple(frequency * (1 + 1e-7) for frequency in TABLE.inverse_frequencies)
+    assert GEOMETRY.same_cache(turned(inverse_frequencies=rounded))
+    other = tuple(frequency * 1.01 for frequency in TABLE.inverse_frequencies)
+    for changed in (
+        turned(inverse_frequencies=other),
+        turned(inverse_frequencies=(*TABLE.inverse_frequencies, 0.5)),
+        turned(scaling=1.1),
+        turned(layout="interleaved"),
+        dataclasses.replace(GEOMETRY, rope=(None, *GEOMETRY.rope[1:])),
+        dataclasses.replace(GEOMETRY, rope=GEOMETRY.rope[:3]),
+        dataclasses.replace(GEOMETRY, vocabulary=101),
+    ):
+        assert not GEOMETRY.same_cache(changed)
+
+
 @pytest.mark.parametrize("revision", ["main", None])
 def test_signature_survives_json(revision):
     one = signature(revision=revision)

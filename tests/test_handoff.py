@@ -283,6 +283,25 @@ def test_tokens_outside_the_vocabulary_are_refused_in_either_half(loaded, at, fo
         map_context(cmap, model, unnamed[0], ids.float())
 
 
+def test_tokens_of_no_batch_are_refused(loaded):
+    model, ids = loaded("qwen3_small"), token_ids(1, 40)
+    own, _ = prefill(model, ids)
+    with pytest.raises(UsageError, match=r"found token ids of shape \[40\], expected \[sequences"):
+        handoff(identity(model), model, own, ids[0])
+
+
+def test_a_context_beyond_what_the_target_reads_is_refused(loaded):
+    model, ids = loaded("qwen3_small"), token_ids(1, 40)
+    own, _ = prefill(model, ids)
+    mapped = map_context(identity(model), model, own, ids)
+    most = model.signature.geometry.max_positions
+    late = lambda by: dataclasses.replace(mapped, positions=mapped.positions + by)  # noqa: E731
+    assert finish(model, late(most - 40), ids, 0).outcome == "applied"
+    said = rf"ends at position {most}, but .* reads positions 0 to {most - 1}; hand over less"
+    with pytest.raises(UsageError, match=said):
+        finish(model, late(most - 39), ids, 0)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -317,6 +336,17 @@ def test_models_other_than_the_maps_are_refused(loaded, side):
         UsageError, match=rf"the map's {side} is .*qwen3_small.*found .*llama_default"
     ):
         check_pair(cmap, **models)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_header_that_turns_keys_otherwise_than_the_model_is_refused(loaded, side):
+    model = loaded("qwen3_small")
+    geometry = model.signature.geometry
+    wrong = dataclasses.replace(geometry, rope=(None,) * geometry.layers)
+    signature = dataclasses.replace(model.signature, geometry=wrong)
+    cmap = dataclasses.replace(identity(model), **{side: signature})
+    with pytest.raises(UsageError, match="differ in the cache's shape or in RoPE; the map is dam"):
+        check_pair(cmap, model, model)
 
 
 def padded(loaded):

@@ -16,7 +16,7 @@ from kvmap.calibration import Calibration
 from kvmap.calibration_files import load_rows
 from kvmap.clearing import clear
 from kvmap.cli import app as command
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.columns import BACK, KINDS
 from kvmap.errors import KvmapError, UsageError
 from kvmap.evaluate.journal import Journal
@@ -95,6 +95,8 @@ LAYERS = {"k": 1, "layers": [[0], [1]]}
     "change",
     [
         {"k": "1"},
+        {"k": 2},
+        {"k": 10**30},
         {"layers": 5},
         {"layers": [[0]]},
         {"layers": [[0], []]},

@@ -10,12 +10,14 @@ from conftest import token_ids
 from entries import SOURCE, TARGET, moments, noise, related
 from safetensors.torch import load_file, save_file
 
-from kvmap import fit, models, pair, pipeline, plan
+from kvmap import fit, fit_pair, models, pair, pipeline, plan
 from kvmap.calibration_files import Scope
-from kvmap.collect import CollectOptions, collect
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions
 from kvmap.columns import first_and_middle
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe, Splits
+from kvmap.fit.choice import Choice, auto_counts
 from kvmap.map_options import weight_shape
 from kvmap.mapping import CacheMap, MapOptions
 from kvmap.models.load import identify
@@ -43,7 +45,7 @@ def first(planted_paths, tmp_path_factory):
         names = names or tuple(map(str, planted_paths("twin_llama")))
         texts = pair.TextOptions(dataset, "train", 12, 32, 0)
         chosen = CollectOptions(**({"stride": 2, "dump": False} | options))
-        return pair.fit_pair(names, texts, chosen, pair.FitRequest(recipe), loading)
+        return fit_pair.fit_pair(names, texts, chosen, fit_pair.FitRequest(recipe), loading)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVMAP_CACHE", str(folder / "cache"))
@@ -113,9 +115,9 @@ TEXT = pair.TextOptions(None, "train", 12, 32, 0)
 def two_passes(names, text, recipe, said, **options):
     """Fit a pair with what is kept of it as small as it goes."""
     kept = CollectOptions(**({"stride": 2, "joint": False} | options))
-    asked = pair.FitRequest(recipe)
+    asked = fit_pair.FitRequest(recipe)
     texts = dataclasses.replace(TEXT, dataset=text)
-    return pair.fit_pair(names, texts, kept, asked, LOADING, note=said.append)
+    return fit_pair.fit_pair(names, texts, kept, asked, LOADING, note=said.append)
 
 
 def test_two_passes_are_made_where_moments_do_not_fit(
@@ -141,8 +143,8 @@ def test_two_passes_are_made_where_moments_do_not_fit(
     whole = pair.read_text(names, texts, LOADING)
     kept = dataclasses.replace(kept, heads="all", layers=layers.layers)
     second, _ = pair.collect_pair(names, whole, kept, tmp_path / "b", LOADING, lambda *_: None)
-    request = pair.FitRequest(recipe, layers=path, out=tmp_path / "map")
-    by_hand = pair.fit_calibration(second, request, lambda *_: None).cmap
+    request = fit_pair.FitRequest(recipe, layers=path, out=tmp_path / "map")
+    by_hand = fit_pair.fit_calibration(second, request, lambda *_: None).cmap
     for mine, theirs in zip(report.cmap.layers, by_hand.layers, strict=True):
         assert mine.source_layers == theirs.source_layers
         for kind in ("key", "value"):
@@ -202,9 +204,9 @@ def test_layers_that_are_given_take_no_sample(
     found = json.loads(kvmap_run(*asked, "-n", "--json")[1])
     assert "first_pass" not in found
     assert found["fit"]["k"] == 1
-    request = pair.FitRequest(recipe, layers=report.layers_path)
+    request = fit_pair.FitRequest(recipe, layers=report.layers_path)
     kept, texts = CollectOptions(stride=2, joint=False), dataclasses.replace(TEXT, dataset=text)
-    pair.fit_pair(names, texts, kept, request, LOADING, note=said.append)
+    fit_pair.fit_pair(names, texts, kept, request, LOADING, note=said.append)
     assert len(said) == 1
 
 
@@ -213,9 +215,9 @@ def test_layers_are_not_chosen_greedily_in_two_passes(
 ):
     names = tuple(map(str, planted_paths("twin_llama")))
     texts = dataclasses.replace(TEXT, dataset=write_text(tmp_path / "text.jsonl"))
-    request = pair.FitRequest(RECIPE, "greedy")
+    request = fit_pair.FitRequest(RECIPE, "greedy")
     with pytest.raises(UsageError, match="--method greedy tries layers together"):
-        pair.fit_pair(names, texts, CollectOptions(joint=False), request, LOADING)
+        fit_pair.fit_pair(names, texts, CollectOptions(joint=False), request, LOADING)
     code, _, error = kvmap_run("fit", *names, "--method", "greedy", "--dry-run")
     assert code == 2
     assert "--method greedy tries layers together" in error
@@ -271,7 +273,7 @@ def test_a_finished_stage_survives_the_next_one_failing(fitted, monkeypatch, tmp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pair, "fit_map", fail)
+        patch.setattr(fit_pair, "fit_map", fail)
         with pytest.raises(KeyboardInterrupt):
             fitted()
     assert fitted().reused == ("collect", "select-layers")
@@ -301,7 +303,7 @@ def test_models_are_identified_without_loading_them(checkpoint, loaded, name):
 # --- choosing
 
 
-def recovered(calibration, method: str, recipe: Recipe) -> pipeline.Choice:
+def recovered(calibration, method: str, recipe: Recipe) -> Choice:
     return pipeline.select_layers(pipeline.splits(calibration, 4), recipe, method)
 
 
@@ -331,7 +333,7 @@ def test_automatic_k_takes_all_layers_where_all_are_needed():
 
 def test_automatic_k_leaves_rows_enough_for_every_input():
     """Three layers joint are 48 inputs, one is 16: at four rows each, 100 rows allow one."""
-    counts = lambda *given: pipeline.auto_counts(MapOptions(joint=True), (SOURCE, TARGET), *given)  # noqa: E731
+    counts = lambda *given: auto_counts(MapOptions(joint=True), (SOURCE, TARGET), *given)  # noqa: E731
     assert counts(100) == [1]
     assert counts(1000) == [1, 2, 3]
     assert counts(1000, 2) == [1, 2]

@@ -10,8 +10,9 @@ from entries import geometry
 
 from kvmap import fit, pair, plan_fit
 from kvmap.calibration import Calibration
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
+from kvmap.fit_pair import FitRequest
 from kvmap.fit_stages import FitSize, ModelSize, stages
 from kvmap.map_options import MapOptions
 from kvmap.models import prefill
@@ -169,7 +170,7 @@ def test_a_calibration_without_its_models_plans_what_it_can(collected, kvmap_run
         raise UsageError("no config")
 
     monkeypatch.setattr(plan_fit, "load_config", missing)
-    request = pair.FitRequest(fit.recipe("kvmap-max"))
+    request = FitRequest(fit.recipe("kvmap-max"))
     calibration = Calibration.open(collected[0])
     found = plan_fit.calibration_plan(calibration, request, pair.Loading())["fit"]["stages"]
     assert [row["peak_bytes"] is None for row in found] == [False, True]

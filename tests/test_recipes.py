@@ -11,7 +11,8 @@ from conftest import token_ids
 
 from kvmap import fit, pipeline
 from kvmap.cli import inputs
-from kvmap.collect import CollectOptions, collect
+from kvmap.collect import collect
+from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.handoff import handoff
 from kvmap.mapping import CacheMap

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,17 @@ from kvmap import artifacts, atomic
 from kvmap.calibration import INDEX, MOMENTS, Calibration
 from kvmap.calibration_files import (
     SPLITS,
-    Scope,
     empty_moments,
     load_moments,
     load_rows,
     save_moments,
 )
 from kvmap.clearing import RUN, clear
-from kvmap.columns import LOOKBACK, first_and_middle
+from kvmap.collect_options import CollectOptions, check_options, held_out_mask
+from kvmap.columns import LOOKBACK
 from kvmap.content import content_rows, row_width
 from kvmap.errors import UsageError
-from kvmap.geometry import Geometry, json_digest, pairing_problems
+from kvmap.geometry import json_digest, pairing_problems
 from kvmap.models import LoadedModel
 from kvmap.moments import Rows
 from kvmap.ranks import ALONE, Ranks
@@ -40,51 +40,6 @@ from kvmap.ranks import ALONE, Ranks
 PARTIAL = "moments.partial.safetensors"
 # Without a dump, moments are saved this often, so that an interrupted run loses little.
 SAVE_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class CollectOptions:
-    """What is kept of the caches.
-
-    Attributes:
-        stride: Keep every stride-th token.
-        held_out: Share of sequences, by sequence, on which nothing is ever fitted.
-        native_head: First tokens kept apart, so that a fit can leave them out.
-        heads: Which moments are kept: "all" or "matched"; "auto" only until `pair.with_scope`.
-        joint: Keep keys beside values, and the anchor, in the moments; None like "auto".
-        layers: Source layers of each target layer: moments of what these read, and no others;
-            None keeps those of all.
-        lookback_layers: Source layers kept of the tokens before, in rows and moments; none for
-            the first and the middle.
-        products: Dtype in which rows are multiplied before they are added up in float64:
-            "float64", or "float32", which is faster and costs about six digits.
-        dump: Keep the rows.
-        moments: Keep the moments.
-        batch: Sequences run at a time.
-        shard: Sequences per file.
-    """
-
-    stride: int = 4
-    held_out: float = 0.1
-    native_head: int = 4
-    heads: str = "auto"
-    joint: bool | None = None
-    layers: tuple[tuple[int, ...], ...] | None = None
-    lookback_layers: tuple[int, ...] = ()
-    products: str = "float64"
-    dump: bool = True
-    moments: bool = True
-    batch: int = 4
-    shard: int = 32
-
-    def late_layers(self, source: Geometry) -> tuple[int, ...]:
-        """Return which source layers are kept of the tokens before."""
-        return self.lookback_layers or first_and_middle(source)
-
-    @property
-    def scope(self) -> Scope:
-        """Which moments are kept."""
-        return Scope(self.heads, self.joint, self.layers, self.lookback_layers)
 
 
 Opener = Callable[[], LoadedModel]
@@ -134,33 +89,6 @@ def collect(
                 step(shard)
             progress(" + ".join(stage), shard + 1, run.shards)
     return run.finish()
-
-
-def check_options(options: CollectOptions, token_ids: Tensor) -> None:
-    """Check that a split can be made.
-
-    Raises:
-        UsageError: Too few sequences, or a share out of range.
-    """
-    if not 0 < options.held_out < 1:
-        raise UsageError(f"--held-out is {options.held_out}, expected a share between 0 and 1")
-    if not options.dump and not options.moments:
-        raise UsageError("--no-dump and --no-moments together leave nothing to keep")
-    if options.stride < 1 or options.native_head < 0:
-        raise UsageError("--stride must be at least 1 and --native-head at least 0")
-    if token_ids.shape[0] < 2:
-        raise UsageError(
-            f"found {token_ids.shape[0]} sequences of {token_ids.shape[1]} tokens, "
-            "expected at least 2; give more text or a smaller --length"
-        )
-
-
-def held_out_mask(sequences: int, share: float) -> Tensor:
-    """Return which sequences [N] are held out: evenly spread, at least one and not all."""
-    count = min(max(1, round(sequences * share)), sequences - 1)
-    mask = torch.zeros(sequences, dtype=torch.bool)
-    mask[((torch.arange(count) + 1) * sequences) // count - 1] = True
-    return mask
 
 
 class _Models:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.columns import KINDS
 from kvmap.fit import Recipe
 from kvmap.fit.closed_form import RIDGE_GRID

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvmap.chosen import chosen_groups, groups_apart
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.columns import KINDS, LOOKBACK, Group, groups, head_sizes
 from kvmap.engine.workspace import EXTRA_BYTES, LEAST_TOKENS, MOST_TOKENS
 from kvmap.fit.recipes import Recipe

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import starmap, zip_longest
 from typing import Any
 
 
@@ -53,6 +55,14 @@ class Geometry:
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Return the bytes one token's keys and values take over all layers."""
         return 2 * self.layers * self.width * itemsize
+
+    def same_cache(self, other: Geometry) -> bool:
+        """Say whether caches have one shape and are turned alike, to what a device rounds."""
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in _SCALARS)
+            and len(self.rope) == len(other.rope)
+            and all(starmap(_turn_alike, zip(self.rope, other.rope, strict=True)))
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; layers that share a rotation share its table."""
@@ -103,6 +113,16 @@ def _table_from_json(data: dict[str, Any] | None) -> RopeTable | None:
         return None
     frequencies = tuple(float(value) for value in data["inverse_frequencies"])
     return RopeTable(frequencies, float(data["scaling"]), data["layout"])
+
+
+def _turn_alike(one: RopeTable | None, other: RopeTable | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    pairs = zip_longest(
+        (one.scaling, *one.inverse_frequencies), (other.scaling, *other.inverse_frequencies)
+    )
+    close = all(None not in pair and math.isclose(*pair, rel_tol=1e-5) for pair in pairs)
+    return close and one.layout == other.layout
 
 
 def _turns(table: RopeTable, head_size: int) -> bool:

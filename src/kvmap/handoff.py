@@ -41,10 +41,10 @@ class Handoff:
 
 
 def check_pair(cmap: CacheMap, source: LoadedModel | None, target: LoadedModel | None) -> None:
-    """Check that models are those a map was fitted for, by digest.
+    """Check that models are those a map was fitted for, by digest and by the shape of their caches.
 
     Raises:
-        UsageError: One is another model.
+        UsageError: One is another model, or the map's header says of it what is not so.
     """
     for side, expected, loaded in (
         ("source", cmap.source, source),
@@ -55,6 +55,11 @@ def check_pair(cmap: CacheMap, source: LoadedModel | None, target: LoadedModel |
                 f"the map's {side} is {expected.name} (digest {expected.digest[:12]}), found "
                 f"{loaded.signature.name} (digest {loaded.signature.digest[:12]}); "
                 "fit a map for this pair"
+            )
+        if loaded is not None and not expected.geometry.same_cache(loaded.signature.geometry):
+            raise UsageError(
+                f"the map's header and {loaded.signature.name} differ in the cache's shape or in "
+                "RoPE; the map is damaged or was made with another transformers: fit it again"
             )
 
 
@@ -70,6 +75,7 @@ def handoff(
         UsageError: The source's cache holds other tokens, too few, or out of order, or the tokens
             are not of the target's vocabulary.
     """
+    target.require_tokens(token_ids)
     clock = LapClock(target.device)
     room = _empty(target, token_ids)
     clock.lap("build")
@@ -133,7 +139,7 @@ def finish(
 
     Raises:
         UsageError: The mapped cache is not the target's or not of these tokens, or they are not of
-            its vocabulary.
+            its vocabulary, or more than it reads.
     """
     stop = mapped.tokens
     check_shapes(mapped, target.signature, "the mapped cache")
@@ -151,6 +157,7 @@ def finish(
         )
     if min(native_head, stop):
         _check_head("mapped", mapped)
+    _check_reach(target, mapped, token_ids)
     clock = clock or LapClock(target.device)
     token_ids = token_ids.to(target.device)
     if room is None:
@@ -247,6 +254,17 @@ def _check_positions(what: str, cache: KVCache, remedy: str) -> None:
             f"the {what} has token {token} at position {int(cache.positions[row, token])}, "
             f"expected {int((first + place)[row, token])}: one by one, from 0 or later; "
             f"{remedy} again"
+        )
+
+
+def _check_reach(target: LoadedModel, mapped: KVCache, token_ids: Tensor) -> None:
+    """Check that the target reads as far as the context goes, wherever that begins."""
+    most, rest = target.signature.geometry.max_positions, token_ids.shape[-1] - mapped.tokens
+    end = rest + (int(mapped.positions[:, -1].max()) + 1 if mapped.tokens else 0)
+    if most and end > most:
+        raise UsageError(
+            f"the context ends at position {end - 1}, but {target.signature.name} reads positions "
+            f"0 to {most - 1}; hand over less"
         )
 
 

@@ -132,7 +132,6 @@ def load_layers(
     ]
     with header.sound(path, "layers"):
         layers = tuple(tuple(map(operator.index, row)) for row in artifact.metadata["layers"])
-        operator.index(artifact.metadata["k"])
         targets, sources = tables[0]["key"].shape
         if {tensor.shape for table in tables for tensor in table.values()} != {(targets, sources)}:
             raise ValueError("the tables differ in shape")
@@ -140,4 +139,6 @@ def load_layers(
             raise ValueError("the choice is not of the tables' layers")
         if not all(row and len(set(row)) == len(row) for row in layers):
             raise ValueError("a target layer reads nothing, or one source layer twice")
+        if operator.index(artifact.metadata["k"]) != max(map(len, layers)):
+            raise ValueError("k is not the number of layers read")
     return LayerScores(*tables), layers, artifact.metadata

@@ -14,7 +14,7 @@ import torch
 
 from kvmap.calibration_files import Scope
 from kvmap.chosen import Layers
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.columns import first_and_middle
 from kvmap.fit.recipes import RECIPES, Recipe
 from kvmap.footprint import (

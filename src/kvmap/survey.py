@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from kvmap import models
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
+from kvmap.fit_pair import FitRequest
 from kvmap.fit_stages import ModelSize
 from kvmap.geometry import Geometry
 from kvmap.models.configs import load_config, shape_of
 from kvmap.models.digests import template_digest, tokenizer_digest
 from kvmap.models.load import load_tokenizer
 from kvmap.models.probe import refuse_unsupported
-from kvmap.pair import FitRequest, Loading, TextOptions
+from kvmap.pair import Loading, TextOptions, require_length
 from kvmap.plan_fit import map_sizes, model_size, plan_models
 
 
@@ -34,10 +35,12 @@ def survey(
             take. Without one, two passes are those of the default recipe.
 
     Raises:
-        UsageError: A model's config cannot be read, or two passes cannot do what is asked.
+        UsageError: A model's config cannot be read, a model reads no sequences of this
+            length, or two passes cannot do what is asked.
     """
     configs = [load_config(models.resolve(name), loading.trust_remote_code) for name in names]
     shapes = tuple(map(shape_of, configs))
+    require_length(names, shapes, text.length)
     sizes = tuple(model_size(config, loading) for config in configs)
     problems = [
         found for config, name in zip(configs, names, strict=True) if (found := _kind(config, name))

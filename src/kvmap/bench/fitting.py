@@ -18,7 +18,7 @@ from kvmap.bench.pair import BenchOptions, random_tokens
 from kvmap.bench.shapes import config_of, deepened, fast_dtype, random_model
 from kvmap.calibration_files import Scope, empty_moments
 from kvmap.chosen import near_layers
-from kvmap.collect import CollectOptions
+from kvmap.collect_options import CollectOptions
 from kvmap.columns import KINDS, entry_sides, first_and_middle
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe, Splits, with_assignment, with_lookback

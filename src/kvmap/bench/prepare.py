@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvmap import fit
-from kvmap.collect import CollectOptions
-from kvmap.pair import FitReport, FitRequest, Loading, TextOptions, fit_pair
+from kvmap.collect_options import CollectOptions
+from kvmap.fit_pair import FitReport, FitRequest, fit_pair
+from kvmap.pair import Loading, TextOptions
 
 SEQUENCES, LENGTH = 64, 256
 

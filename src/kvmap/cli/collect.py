@@ -70,7 +70,7 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Run both models over text; keep their caches and moments."""
-    from kvmap.collect import CollectOptions
+    from kvmap.collect_options import CollectOptions
     from kvmap.pair import Loading, TextOptions
     from kvmap.survey import survey
 

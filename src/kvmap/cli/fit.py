@@ -13,7 +13,7 @@ from kvmap.errors import UsageError
 
 if TYPE_CHECKING:
     from kvmap.calibration import Calibration
-    from kvmap.pair import FitReport, FitRequest
+    from kvmap.fit_pair import FitReport, FitRequest
 
 EXAMPLES = (
     "kvmap fit tiny-m tiny-l -o m-l.map",
@@ -147,10 +147,11 @@ def run(
 
     from kvmap.artifacts import refuse_overwrite
     from kvmap.calibration import Calibration
-    from kvmap.collect import CollectOptions
+    from kvmap.collect_options import CollectOptions
     from kvmap.columns import LOOKBACK
+    from kvmap.fit_pair import FitRequest, fit_calibration, fit_pair
     from kvmap.models.devices import pick_device
-    from kvmap.pair import FitRequest, Loading, TextOptions, fit_calibration, fit_pair
+    from kvmap.pair import Loading, TextOptions
 
     out = Output(as_json, quiet)
     for path in filter(None, (output, plot)):
@@ -313,7 +314,7 @@ def _plan_models(out: Output, names: tuple[str, str], request: FitRequest, made:
 
 def _describe(out: Output, report: FitReport) -> None:
     from kvmap.fit.accuracy import rounded_away
-    from kvmap.pipeline import LOW_ROWS_PER_INPUT
+    from kvmap.fit.choice import LOW_ROWS_PER_INPUT
 
     made = report.cmap.provenance
     if report.reused:

@@ -24,7 +24,7 @@ def run(
     as_json: options.Json = False,
 ) -> None:
     """Say whether two models can be paired, and what it costs."""
-    from kvmap.collect import CollectOptions
+    from kvmap.collect_options import CollectOptions
     from kvmap.pair import Loading, TextOptions
     from kvmap.survey import survey
 

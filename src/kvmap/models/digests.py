@@ -63,7 +63,7 @@ def weights_digest(checkpoint: Checkpoint, model: nn.Module | None = None) -> st
 
 
 def weight_files(checkpoint: Checkpoint) -> list[Path]:
-    """Return a checkpoint's weight files, those of the hub's cache too; none if none are at hand."""
+    """Return a checkpoint's weight files in its folder or the hub's cache; none if none are."""
     folder = Path(checkpoint.location)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache

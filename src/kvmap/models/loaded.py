@@ -67,12 +67,17 @@ class LoadedModel:
             )
 
     def require_tokens(self, token_ids: Tensor) -> None:
-        """Check that token ids are of the model's vocabulary.
+        """Check that token ids [B, T] are of the model's vocabulary.
 
         Raises:
-            UsageError: One is not, or they are no int64 or int32.
+            UsageError: One is not, or they are no int64 or int32, or of another shape.
         """
         name, size = self.signature.name, self.signature.geometry.vocabulary
+        if token_ids.dim() != 2:
+            raise UsageError(
+                f"{name}: found token ids of shape {list(token_ids.shape)}, expected "
+                "[sequences, tokens]"
+            )
         if token_ids.dtype not in (torch.int64, torch.int32):
             raise UsageError(f"{name}: found token ids of {token_ids.dtype}, expected int64")
         for bound in token_ids.aminmax() if token_ids.numel() else ():

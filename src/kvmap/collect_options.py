@@ -1,0 +1,85 @@
+"""What a calibration keeps of the caches, and which sequences are held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmap.calibration_files import Scope
+from kvmap.columns import first_and_middle
+from kvmap.errors import UsageError
+from kvmap.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class CollectOptions:
+    """What is kept of the caches.
+
+    Attributes:
+        stride: Keep every stride-th token.
+        held_out: Share of sequences, by sequence, on which nothing is ever fitted.
+        native_head: First tokens kept apart, so that a fit can leave them out.
+        heads: Which moments are kept: "all" or "matched"; "auto" only until `pair.with_scope`.
+        joint: Keep keys beside values, and the anchor, in the moments; None like "auto".
+        layers: Source layers of each target layer: moments of what these read, and no others;
+            None keeps those of all.
+        lookback_layers: Source layers kept of the tokens before, in rows and moments; none for
+            the first and the middle.
+        products: Dtype in which rows are multiplied before they are added up in float64:
+            "float64", or "float32", which is faster and costs about six digits.
+        dump: Keep the rows.
+        moments: Keep the moments.
+        batch: Sequences run at a time.
+        shard: Sequences per file.
+    """
+
+    stride: int = 4
+    held_out: float = 0.1
+    native_head: int = 4
+    heads: str = "auto"
+    joint: bool | None = None
+    layers: tuple[tuple[int, ...], ...] | None = None
+    lookback_layers: tuple[int, ...] = ()
+    products: str = "float64"
+    dump: bool = True
+    moments: bool = True
+    batch: int = 4
+    shard: int = 32
+
+    def late_layers(self, source: Geometry) -> tuple[int, ...]:
+        """Return which source layers are kept of the tokens before."""
+        return self.lookback_layers or first_and_middle(source)
+
+    @property
+    def scope(self) -> Scope:
+        """Which moments are kept."""
+        return Scope(self.heads, self.joint, self.layers, self.lookback_layers)
+
+
+def check_options(options: CollectOptions, token_ids: Tensor) -> None:
+    """Check that a split can be made.
+
+    Raises:
+        UsageError: Too few sequences, or a share out of range.
+    """
+    if not 0 < options.held_out < 1:
+        raise UsageError(f"--held-out is {options.held_out}, expected a share between 0 and 1")
+    if not options.dump and not options.moments:
+        raise UsageError("--no-dump and --no-moments together leave nothing to keep")
+    if options.stride < 1 or options.native_head < 0:
+        raise UsageError("--stride must be at least 1 and --native-head at least 0")
+    if token_ids.shape[0] < 2:
+        raise UsageError(
+            f"found {token_ids.shape[0]} sequences of {token_ids.shape[1]} tokens, "
+            "expected at least 2; give more text or a smaller --length"
+        )
+
+
+def held_out_mask(sequences: int, share: float) -> Tensor:
+    """Return which sequences [N] are held out: evenly spread, at least one and not all."""
+    count = min(max(1, round(sequences * share)), sequences - 1)
+    mask = torch.zeros(sequences, dtype=torch.bool)
+    mask[((torch.arange(count) + 1) * sequences) // count - 1] = True
+    return mask
