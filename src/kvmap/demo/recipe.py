@@ -1,4 +1,4 @@
-"""What the three models are, and the curriculum they learn by.
+"""What the models are, and the curriculum they learn by: three in the package, and tiny-deep.
 
 A stage asks some kinds of question about stories of some sizes, at some
 lengths; a model moves on when it answers every kind of its stage. All models
