@@ -177,6 +177,15 @@ def test_what_does_not_fit_is_timed_by_one_layer_and_says_so(known, machine, mon
     assert data["products_share"] > 0
 
 
+def test_layers_that_a_recipe_runs_natively_are_timed_mapped(known, machine, monkeypatch):
+    monkeypatch.setattr(layered_module, "fits_whole", lambda *_: False)
+    options = BenchOptions(repeats=1, cpu_time=True)
+    for name, k, mapped in (("kvmap-native", 2, "4 of 10 layers from 2"), ("kvmap", 1, "4 of 10")):
+        chosen = dataclasses.replace(recipe(name), k=k)
+        (one,) = bench_random(known, chosen, [80], options, machine, torch.float32)
+        assert one.to_json()["mapped"].startswith(mapped)
+
+
 def test_what_fits_is_built_whole(known, machine):
     options = BenchOptions(repeats=1)
     (one,) = bench_random(known, recipe("cachebridge"), [40], options, machine, torch.float32)

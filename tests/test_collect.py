@@ -341,6 +341,8 @@ def test_models_with_other_tokenizers_are_refused(loaded, tmp_path):
         ({"held_out": 0.0}, r"--held-out is 0.0, expected a share between 0 and 1"),
         ({"held_out": 1.0}, r"--held-out is 1.0"),
         ({"dump": False, "moments": False}, r"--no-dump and --no-moments together"),
+        ({"heads": "auto"}, r"found heads 'auto' and joint True, expected all or matched"),
+        ({"joint": None}, r"found heads 'all' and joint None"),
         ({"stride": 0}, r"--stride must be at least 1"),
         ({"native_head": -1}, r"--native-head at least 0"),
     ],
@@ -456,11 +458,15 @@ def test_shared_sequences_are_refused(halves, tmp_path):
         merge([*parts, parts[0]], tmp_path / "ab")
 
 
-def test_parts_collected_otherwise_are_refused(halves, run, tmp_path):
-    options = dataclasses.replace(OPTIONS, stride=2)
+@pytest.mark.parametrize(
+    "changed", [{"stride": 2}, {"lookback_layers": (2,)}, {"moments": False}], ids=str
+)
+def test_parts_collected_otherwise_are_refused(halves, run, tmp_path, changed):
+    options = dataclasses.replace(OPTIONS, **changed)
     other = run(tmp_path / "o", options, ids=token_ids(4, LENGTH, seed=8))
-    with pytest.raises(UsageError, match=r"differ in stride; collect both alike"):
+    with pytest.raises(UsageError, match=rf"differ in {next(iter(changed))}; collect both alike"):
         merge([halves()[0], other], tmp_path / "ab")
+    assert not (tmp_path / "ab").exists()
 
 
 def test_parts_of_other_models_are_refused(halves, loaded, tmp_path):

@@ -139,6 +139,16 @@ def test_wrong_usage_is_one_sentence_and_2(files, capsys, options, message):
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("how", [("--tasks", "text"), ("--tasks", "demo,text"), ("--predict",)])
+def test_text_of_short_documents_alone_is_told_before_any_work(files, tmp_path, capsys, how):
+    folder, places = files
+    (tmp_path / "short.txt").write_text("too short.\n\nthis too.\n")
+    text = ("--text", tmp_path / "short.txt", "--length", "64")
+    code, out, err = _run(capsys, "eval", folder / "right.map", *places, *how, *text)
+    assert (code, out) == (2, "")
+    assert "task text has no items" in err
+
+
 def test_predict_runs_no_task(files, capsys):
     folder, places = files
     arguments = ("--predict", "--length", "64", "--json")

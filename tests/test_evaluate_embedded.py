@@ -33,7 +33,7 @@ def fitted(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("embedded")
     pair = tuple(models.load(name, device="cpu") for name in NAMES)
-    texts = TASKS["perplexity"](TaskOptions(pair[0].tokenizer, SEQUENCES, (TOKENS,), seed=7))
+    texts = TASKS["text"](TaskOptions(pair[0].tokenizer, SEQUENCES, (TOKENS,), seed=7))
     ids = torch.tensor([(i.context + i.probes[0].prompt + i.probes[0].answer) for i in texts.items])
     options = CollectOptions(
         stride=1, heads="all", joint=False, dump=False, batch=BATCH, held_out=1 / 6

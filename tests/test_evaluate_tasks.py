@@ -1,7 +1,9 @@
 """Tasks yield what they say; local rows are read in the hub's columns."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -9,8 +11,9 @@ from checkpoints import byte_tokenizer
 
 from kvmap.errors import UsageError
 from kvmap.evaluate.harness import local
-from kvmap.evaluate.items import check, limited
+from kvmap.evaluate.items import Item, Probe, Task, check, limited
 from kvmap.evaluate.tasks import TASKS, TaskOptions, conversations
+from kvmap.evaluate.tasks.options import GENERATED
 
 TOKENIZER = byte_tokenizer()
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -55,6 +58,12 @@ def test_demo_refuses_lengths_its_world_cannot_write():
         _task("demo", lengths=(8,))
 
 
+@pytest.mark.parametrize("length", [16, 5000])
+def test_conversations_refuse_lengths_their_world_cannot_write(length):
+    with pytest.raises(UsageError, match=f"64 to 4096 words, found --length {length}"):
+        _task("demo_conversations", lengths=(length,))
+
+
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_needle_lies_at_its_depth_and_alone_answers(depth):
     task = _task("needle", limit=15, lengths=(1200,))
@@ -71,7 +80,7 @@ def test_needle_lies_at_its_depth_and_alone_answers(depth):
 
 
 def test_text_scores_the_second_half_and_holds_one_token_back():
-    task = _task("perplexity", limit=3, lengths=(64,))
+    task = _task("text", limit=3, lengths=(64,))
     assert len(task.items) == 3
     for item in task.items:
         assert (len(item.context), len(item.probes[0].prompt), len(item.probes[0].answer)) == (
@@ -140,9 +149,88 @@ def test_chat_needs_a_file():
 def test_empty_task_and_long_contexts_are_refused():
     empty = limited(_task("demo", limit=5), 0)
     with pytest.raises(UsageError, match="task demo has no items"):
-        check(empty, 100, "model")
-    with pytest.raises(UsageError, match=r"contexts of \d+ tokens, but tiny reads at most 100"):
-        check(_task("demo", limit=5), 100, "tiny")
+        check(empty)
+    task = _task("demo", limit=5)
+    longest = max(item.longest() for item in task.items)
+    check(task, _reads(longest))
+    said = rf"contexts of {longest} tokens, but tiny reads at most {longest - 1}"
+    with pytest.raises(UsageError, match=said):
+        check(task, _reads(longest), _reads(longest - 1))
+
+
+def _reads(most: int) -> SimpleNamespace:
+    geometry = SimpleNamespace(max_positions=most)
+    return SimpleNamespace(signature=SimpleNamespace(name="tiny", geometry=geometry))
+
+
+def test_what_is_generated_and_earlier_turns_count_into_what_a_model_reads():
+    answers = {"answer": (1, 2), "references": ("so",), "closing": (3,)}
+    probes = (Probe(prompt=(1,) * 10, **answers), Probe(prompt=(1,) * 20, **answers))
+    task = Task("talk", (Item((1,) * 100, probes),), max_new_tokens=7)
+    assert task.longest == 100 + 20 + 7 + 1
+    assert replace(task, max_new_tokens=1).longest == 100 + 20 + 2 + 1
+    assert replace(task, history="own").longest == 100 + (10 + 7 + 1) + (20 + 7 + 1)
+
+
+def test_text_is_that_of_a_test_split_where_there_is_one(tmp_path):
+    for split in ("train", "test"):
+        rows = [{"text": f"{split} {number} " * 20} for number in range(4)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(lines)
+    task = _task("text", text=str(tmp_path), lengths=(32,), limit=None)
+    assert task.probes
+    said = "".join(
+        _text(item.context + probe.answer) for item in task.items for probe in item.probes
+    )
+    assert "test 3" in said
+    assert "train" not in said
+
+
+@pytest.mark.parametrize("name", ["demo", "needle", "demo_conversations"])
+def test_what_is_generated_has_an_end(name):
+    asked = _task(name, limit=None, lengths=(256,)).probes
+    assert asked == pytest.approx(GENERATED, abs=5)
+
+
+CHAT = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me."}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"content": ""}, "conversation 1 is no list of role and content"),
+        ({"content": ["me."]}, "conversation 1 is no list of role and content"),
+        ({"role": 5}, "conversation 1 is no list of role and content"),
+        ({"role": "assistant", "content": "refuse"}, "chat template refuses conversation 1"),
+    ],
+    ids=str,
+)
+def test_a_conversation_that_is_none_is_one_sentence(changed, said, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}))
+    asked = TaskOptions(tokenizer, data=path)
+    with pytest.raises(UsageError, match="chat template; this model has none"):
+        TASKS["chat"](asked)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n"
+        "{% if m.content == 'refuse' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    )
+    assert TASKS["chat"](asked).probes == 1
+    path.write_text(json.dumps({"messages": [CHAT[0], CHAT[1] | changed]}))
+    with pytest.raises(UsageError, match=said):
+        TASKS["chat"](asked)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
+        TASKS["chat"](asked)
+
+
+def test_coqa_has_an_answer_to_each_question(tmp_path):
+    row = {"story": "s", "questions": ["a?", "b?"], "answers": {"input_text": ["a"]}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UsageError, match="a conversation has not one answer for each question"):
+        _task("coqa", data=tmp_path / "rows.jsonl")
 
 
 def test_missing_column_is_named(tmp_path):

@@ -26,7 +26,8 @@ from kvmap.layers import load_layers
 from kvmap.mapping import MapOptions
 from kvmap.models.devices import pick_device
 from kvmap.pipeline import cache_folder, sound_or_none
-from kvmap.transfer import message_ids, prompt_ids, read_text
+from kvmap.text import read_file
+from kvmap.transfer import message_ids, prompt_ids
 
 TABLE = RopeTable((1.0, 0.1))
 GEOMETRY = Geometry(2, 2, 4, 4, 16, 32, 64, "qwen3", (TABLE, TABLE))
@@ -402,17 +403,17 @@ def test_two_processes_take_turns_and_a_killed_one_holds_up_nobody(tmp_path):
 
 def test_devices_are_not_read_as_text_and_pipes_are(tmp_path):
     with pytest.raises(UsageError, match="/dev/zero: is a device"):
-        read_text(Path("/dev/zero"))
+        read_file(Path("/dev/zero"))
     reader, writer = os.pipe()
     os.write(writer, b"\xef\xbb\xbfhello")
     os.close(writer)
-    assert read_text(Path(f"/dev/fd/{reader}")) == "hello"
+    assert read_file(Path(f"/dev/fd/{reader}")) == "hello"
     os.close(reader)
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(UsageError, match="latin: is not UTF-8 text; convert it"):
-        read_text(tmp_path / "latin")
+        read_file(tmp_path / "latin")
     with pytest.raises(UsageError, match=r"cannot be read \(Is a directory\)"):
-        read_text(tmp_path)
+        read_file(tmp_path)
 
 
 def test_bytes_that_are_no_text_are_no_prompt():

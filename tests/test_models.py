@@ -1,6 +1,7 @@
 """Running models: every result is compared with transformers alone, run without a cache."""
 
 import shutil
+from types import SimpleNamespace
 
 import checkpoints
 import oracles
@@ -17,6 +18,7 @@ from kvmap.models import (
     generate,
     load,
     prefill,
+    probe,
     resolve,
     to_dynamic_cache,
 )
@@ -201,6 +203,16 @@ def test_a_rotation_kvmap_cannot_undo_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", crooked)
     with pytest.raises(UsageError, match=r"llama_default.*layer 0.*misses the model's own key"):
         load(str(checkpoint("llama_default")), device="cpu")
+
+
+def test_a_model_without_attention_or_rotation_of_known_names_is_refused(loaded, monkeypatch):
+    model = loaded("llama_default").model
+    monkeypatch.setattr(probe, "attention_modules", lambda _: {})
+    with pytest.raises(UsageError, match="no attention layers in a model of type llama"):
+        probe.probe_rope(model, "one")
+    named, keys = SimpleNamespace(named_modules=lambda: [("rotor", model)]), torch.ones(1, 2, 16, 8)
+    with pytest.raises(UsageError, match="layer 0: found no module named rotary_emb"):
+        probe._match(named, keys, keys, torch.arange(16), "layer 0")
 
 
 def test_a_rotation_under_another_name_is_not_taken_for_none(checkpoint, monkeypatch):

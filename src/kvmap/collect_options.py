@@ -68,6 +68,11 @@ def check_options(options: CollectOptions, token_ids: Tensor) -> None:
         raise UsageError(f"--held-out is {options.held_out}, expected a share between 0 and 1")
     if not options.dump and not options.moments:
         raise UsageError("--no-dump and --no-moments together leave nothing to keep")
+    if options.heads not in ("all", "matched") or options.joint is None:
+        raise UsageError(
+            f"found heads {options.heads!r} and joint {options.joint}, expected all or matched "
+            "and True or False; `pair.with_scope` fills in what suits a pair"
+        )
     if options.stride < 1 or options.native_head < 0:
         raise UsageError("--stride must be at least 1 and --native-head at least 0")
     if token_ids.shape[0] < 2:

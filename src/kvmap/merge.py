@@ -15,7 +15,16 @@ from kvmap.errors import UsageError
 from kvmap.geometry import json_digest
 
 # Options that must agree: they decide which rows are kept and what the moments cover.
-MUST_AGREE = ("stride", "native_head", "heads", "joint", "layers", "dump", "moments")
+MUST_AGREE = (
+    "stride",
+    "native_head",
+    "heads",
+    "joint",
+    "layers",
+    "lookback_layers",
+    "dump",
+    "moments",
+)
 
 
 def merge(parts: list[Calibration], out: Path, force: bool = False) -> Calibration:

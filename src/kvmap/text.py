@@ -8,8 +8,9 @@ document. No message repeats text.
 """
 
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
-from hashlib import sha256
+from pathlib import Path
 from sys import maxsize
 from typing import Any
 
@@ -84,10 +85,20 @@ def token_sequences(texts: Iterable[str], tokenizer: Any, length: int, count: in
     return torch.tensor(sequences, dtype=torch.long).reshape(count, length)
 
 
-def digest(token_ids: Tensor) -> str:
-    """Return the sha256 of token ids and their shape."""
-    ids = token_ids.detach().cpu().long().contiguous()
-    return sha256(repr(tuple(ids.shape)).encode() + ids.numpy().tobytes()).hexdigest()
+def read_file(path: Path) -> str:
+    """Return a text file's text; pipes are read, devices are not, since some never end.
+
+    Raises:
+        UsageError: It cannot be read as text.
+    """
+    try:
+        if stat.S_ISCHR(path.stat().st_mode):
+            raise UsageError(f"{path}: is a device, where a text file was expected")
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}); give another file") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: is not UTF-8 text; convert it") from error
 
 
 def _encode(text: str, tokenizer: Any, joined: bool) -> list[int]:

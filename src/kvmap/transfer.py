@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from kvmap.errors import UsageError
 from kvmap.handoff import Handoff, check_pair, handoff
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, generate, prefill
+from kvmap.text import read_file
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def message_ids(tokenizer: Any, path: Path) -> Tensor:
     if not tokenizer.chat_template:
         raise UsageError("this model has no chat template; give the text with --prompt-file")
     try:
-        messages = [_message(found) for found in _listed(json.loads(read_text(path)))]
+        messages = [_message(found) for found in _listed(json.loads(read_file(path)))]
         rendered = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         )
@@ -67,22 +67,6 @@ def message_ids(tokenizer: Any, path: Path) -> Tensor:
         ) from error
     ids = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")["input_ids"]
     return _long_enough(ids, f"{path}: the conversation, as the chat template lays it out,")
-
-
-def read_text(path: Path) -> str:
-    """Return a text file's text; pipes are read, devices are not, since some never end.
-
-    Raises:
-        UsageError: It cannot be read as text.
-    """
-    try:
-        if stat.S_ISCHR(path.stat().st_mode):
-            raise UsageError(f"{path}: is a device, where a text file was expected")
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); give another file") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: is not UTF-8 text; convert it") from error
 
 
 def _long_enough(ids: Tensor, what: str) -> Tensor:

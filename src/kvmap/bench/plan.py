@@ -10,6 +10,8 @@ from kvmap.bench.run import Job, machine_of
 from kvmap.bench.shapes import config_of
 from kvmap.fit import DEFAULT_RECIPE, recipe
 from kvmap.footprint import map_parameters
+from kvmap.geometry import Geometry
+from kvmap.mapping import CacheMap
 from kvmap.models.configs import parameter_count, shape_of
 from kvmap.models.devices import pick_device, pick_dtype
 from kvmap.pair import Loading
@@ -17,6 +19,15 @@ from kvmap.plan import USUAL_K
 
 # A round prefills once on either side, and the bench runs at least about this many rounds.
 ROUNDS = 3
+
+
+def _parameters(job: Job, shapes: list[Geometry]) -> int:
+    """Return the weights of a job's map: those of its file, or of its recipe's usual one."""
+    if job.path is not None:
+        return CacheMap.load(job.path).parameters
+    chosen = recipe(job.recipe or DEFAULT_RECIPE)
+    k = USUAL_K if chosen.k == "auto" else int(chosen.k)
+    return map_parameters(chosen, k, *shapes)
 
 
 def plan(jobs: list[Job], contexts: list[int], loading: Loading) -> list[dict[str, Any]]:
@@ -29,9 +40,7 @@ def plan(jobs: list[Job], contexts: list[int], loading: Loading) -> list[dict[st
         names, name = job.names, job.recipe
         configs = [config_of(side, trust) for side in names]
         shapes = [shape_of(config) for config in configs]
-        chosen = recipe(name or DEFAULT_RECIPE)
-        k = USUAL_K if chosen.k == "auto" else int(chosen.k)
-        per_token = 2 * map_parameters(chosen, k, *shapes)
+        per_token = 2 * _parameters(job, shapes)
         for tokens in contexts:
             prefill = sum(
                 2.0 * parameter_count(config, trust) * tokens + attention_flops(shape, tokens)

@@ -19,7 +19,7 @@ from kvmap.engine import compute_dtype
 from kvmap.fit import Recipe, with_assignment, with_lookback
 from kvmap.footprint import usual_rank
 from kvmap.geometry import Geometry, Signature
-from kvmap.map_options import MapOptions, weight_shape
+from kvmap.map_options import weight_shape
 from kvmap.mapping import Affine, CacheMap, LayerMap
 from kvmap.models import LoadedModel
 from kvmap.models.configs import load_config, parameter_count, published_config, shape_of
@@ -141,9 +141,9 @@ class Share:
     scale: float
 
     @classmethod
-    def of(cls, source: Geometry, target: Geometry, k: int) -> Share:
-        """Take k source layers, or all."""
-        taken = min(k, source.layers)
+    def of(cls, source: Geometry, target: Geometry, count: int) -> Share:
+        """Take so many source layers, or all."""
+        taken = min(count, source.layers)
         scale = source.layers / taken
         return cls(taken, max(1, round(target.layers / scale)), scale)
 
@@ -151,20 +151,25 @@ class Share:
 def share_map(
     whole: tuple[Signature, Signature], recipe: Recipe, device: torch.device, dtype: torch.dtype
 ) -> tuple[CacheMap, Share]:
-    """Return a random map of a share of the layers, all of them mapped, and the share."""
+    """Return a random map of a share of the layers, all of them mapped, and the share.
+
+    Of the tokens before it reads as many layers as the whole map, the lowest of the share.
+    """
     source, target = (signature.geometry for signature in whole)
-    share = Share.of(source, target, USUAL_K if recipe.k == "auto" else int(recipe.k))
+    late = with_lookback(recipe, first_and_middle(source)).options.lookback_layers
+    k = USUAL_K if recipe.k == "auto" else int(recipe.k)
+    share = Share.of(source, target, max(k, len(late)))
     cut = [
         replace(signature, geometry=_first_layers(signature.geometry, count))
         for signature, count in zip(whole, (share.source_layers, share.target_layers), strict=True)
     ]
-    recipe = with_lookback(recipe, first_and_middle(whole[0].geometry))
-    options = _without_exact(recipe.options)
+    options = replace(
+        recipe.options,
+        exact_first=False,
+        native_layers=0,
+        lookback_layers=tuple(range(len(late))),
+    )
     return random_map(tuple(cut), replace(recipe, options=options), device, dtype), share
-
-
-def _without_exact(options: MapOptions) -> MapOptions:
-    return replace(options, exact_first=False)
 
 
 def _first_layers(geometry: Geometry, count: int) -> Geometry:

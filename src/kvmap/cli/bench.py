@@ -94,6 +94,7 @@ def run(
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -113,7 +114,7 @@ def run(
         rows = bench.plan(jobs, contexts, loading)
         out.document({"plan": rows}, lambda: plan_text(rows))
         return
-    _check(against, plot, random_weights, map_file)
+    _check(against, plot, random_weights, map_file, force)
     asked = _bench_options(budget, repeats, seed, cpu_time)
     if inputs.one_of("--only", only, *bench.PARTS):
         if plot is not None or against != "hf" or min_speedup is not None:
@@ -160,7 +161,9 @@ def _bench_options(
     return BenchOptions(**{key: value for key, value in asked.items() if value is not None})
 
 
-def _check(against: str, plot: Path | None, random: bool, map_file: Path | None) -> None:
+def _check(
+    against: str, plot: Path | None, random: bool, map_file: Path | None, force: bool
+) -> None:
     """Refuse what cannot be done, before any work."""
     from kvmap.artifacts import refuse_overwrite
     from kvmap.bench.against import check_engine
@@ -171,7 +174,8 @@ def _check(against: str, plot: Path | None, random: bool, map_file: Path | None)
         raise UsageError("--random-weights goes with --pair, and neither with MAP nor vllm")
     if plot is not None:
         check_plotting()
-        refuse_overwrite(plot, force=True)
+        inputs.refuse_inputs(plot, map_file)
+        refuse_overwrite(plot, force)
 
 
 def _hold_floor(document: dict[str, Any], least: float | None) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvmap.cli import options
+from kvmap.cli import inputs, options
 from kvmap.cli.output import Output, amount, figure
 
 EXAMPLES = (
@@ -41,6 +41,7 @@ def run(
     from kvmap.pipeline import measure_accuracy
 
     out = Output(as_json, quiet)
+    inputs.refuse_inputs(output, first, second)
     refuse_overwrite(output, force)
     made = compose(CacheMap.load(first), CacheMap.load(second))
     report = {"map": str(output), "parameters": made.parameters}

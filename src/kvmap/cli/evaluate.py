@@ -134,9 +134,8 @@ def run(
 
     out = Output(as_json, quiet)
     for path in (*(report_files(output) if output else ()), *filter(None, (html,))):
+        inputs.refuse_inputs(path, cmap, alternate, messages)
         refuse_overwrite(path, force)
-        if path.resolve() == cmap.resolve():
-            raise UsageError(f"{path}: is the map itself; choose another path with --output")
     asked = inputs.given(
         EvaluateOptions,
         tasks=_tasks(tasks, messages),

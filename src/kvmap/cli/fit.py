@@ -155,6 +155,7 @@ def run(
 
     out = Output(as_json, quiet)
     for path in filter(None, (output, plot)):
+        inputs.refuse_inputs(path, layers)
         refuse_overwrite(path, force)
     assigned = inputs.numbers_or_none(assign)
     parts = {

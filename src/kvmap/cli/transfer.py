@@ -76,7 +76,8 @@ def run(
     from kvmap.mapping import CacheMap
     from kvmap.models import load_lowest
     from kvmap.pair import Loading
-    from kvmap.transfer import read_text, require_room
+    from kvmap.text import read_file
+    from kvmap.transfer import require_room
 
     out = Output(as_json, quiet)
     inputs.at_least("--generate", generate, 1)
@@ -89,7 +90,7 @@ def run(
     if output is not None:
         refuse_overwrite(output, force)
     if prompt_file is not None:
-        prompt = _stdin() if str(prompt_file) == "-" else read_text(prompt_file)
+        prompt = _stdin() if str(prompt_file) == "-" else read_file(prompt_file)
     loaded = CacheMap.load(cmap)
     _check_evidence(out, cmap, require_evidence)
     loading = inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -217,7 +217,8 @@ class FusedChunk:
         for index, layer in enumerate(self.cmap.layers):
             pair = (out.keys[index], out.values[index])
             if layer is None:
-                for tensor, exact in zip(pair, self.first[2 * index :], strict=False):
+                exact_pair = self.first[2 * index : 2 * index + 2]
+                for tensor, exact in zip(pair, exact_pair, strict=True):
                     tensor.copy_(exact)
                 continue
             turns = (self.turns[index], -1)

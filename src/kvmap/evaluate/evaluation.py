@@ -12,7 +12,7 @@ from typing import Any
 import kvmap
 from kvmap.errors import UsageError
 from kvmap.evaluate import arms, diagnostics, evidence, harness, predict
-from kvmap.evaluate.items import Ids, Task, limited
+from kvmap.evaluate.items import Ids, Task, check, limited
 from kvmap.evaluate.journal import Journal
 from kvmap.evaluate.report import Report, build
 from kvmap.evaluate.runner import Progress, no_progress, run_task
@@ -33,7 +33,7 @@ class EvaluateOptions:
         limit: Largest number of questions per task; None takes all.
         lengths: Context lengths in tokens; empty takes each task's own.
         data: Local rows in hub columns; None reads the hub.
-        text: What the task `perplexity` reads.
+        text: What the task `text` reads.
         turn: Conversations are handed over at this turn, from 1.
         history: What conversations take earlier turns to have answered: "own" or "gold".
         diagnosed: Documents that diagnostics look at; 0 leaves them out.
@@ -82,6 +82,8 @@ def evaluate(
         check_name(name)
     asked = _asked(source, options)
     tasks = {name: _task(name, asked) for name in options.tasks if name in TASKS}
+    for task in tasks.values():
+        check(task, source, target)
     sample = _sample(tasks, asked)
     pair = arms.make_pair(cmap, source, target, sample[0], options.seed)
     pair = replace(pair, back=_back(options.alternate, source, target))
@@ -104,7 +106,8 @@ def predicted(
 ) -> dict[str, Any]:
     """Return what a map is likely to retain, from a few texts; see `predict`."""
     check_models(cmap, source, target)
-    text = TASKS["perplexity"](_asked(source, options, limit=predict.DOCUMENTS))
+    text = TASKS["text"](_asked(source, options, limit=predict.DOCUMENTS))
+    check(text, source, target)
     pair = arms.make_pair(cmap, source, target, text.items[0].context, options.seed)
     return predict.predict(pair, text, seen)
 
@@ -142,9 +145,12 @@ def _back(path: Path | None, source: LoadedModel, target: LoadedModel) -> CacheM
 def _sample(tasks: dict[str, Task], asked: TaskOptions) -> list[Ids]:
     """Return contexts to diagnose and to match moments on: the tasks' own where there are any."""
     found = [item.context for task in tasks.values() for item in task.items]
-    return [context for context in found if len(context) > 1] or [
-        item.context for item in TASKS["perplexity"](replace(asked, limit=8, lengths=())).items
-    ]
+    found = [context for context in found if len(context) > 1]
+    if found:
+        return found
+    text = TASKS["text"](replace(asked, limit=8, lengths=()))
+    check(text)
+    return [item.context for item in text.items]
 
 
 def check_models(cmap: CacheMap, source: LoadedModel, target: LoadedModel) -> None:

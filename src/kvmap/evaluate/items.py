@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvmap.errors import UsageError
+from kvmap.models import LoadedModel
 
 Ids = tuple[int, ...]
 
@@ -54,11 +56,20 @@ class Item:
     context: Ids
     probes: tuple[Probe, ...]
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the context with its longest prompt and continuation."""
-        tails = [len(p.prompt) + max(map(len, (p.answer, *p.choices))) for p in self.probes]
-        return len(self.context) + max(tails, default=0)
+    def longest(self, produced: int = 0, together: bool = False) -> int:
+        """Return the tokens of the context with its longest prompt and continuation.
+
+        Args:
+            produced: Tokens generated where an answer is free.
+            together: The questions follow one another, each over all that was said before.
+        """
+        tails = [
+            len(p.prompt)
+            + max(len(p.answer), *map(len, p.choices), produced if p.references else 0)
+            + len(p.closing)
+            for p in self.probes
+        ]
+        return len(self.context) + (sum(tails) if together else max(tails, default=0))
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,12 @@ class Task:
         """Number of questions over all items."""
         return sum(len(item.probes) for item in self.items)
 
+    @cached_property
+    def longest(self) -> int:
+        """Tokens that a model reads at most."""
+        together = self.history is not None
+        return max(item.longest(self.max_new_tokens, together) for item in self.items)
+
 
 def limited(task: Task, limit: int | None) -> Task:
     """Return the task with its first `limit` probes, whole items as far as they go."""
@@ -96,20 +113,24 @@ def limited(task: Task, limit: int | None) -> Task:
     return replace(task, items=tuple(kept))
 
 
-def check(task: Task, max_positions: int, model: str) -> None:
+def check(task: Task, *models: LoadedModel) -> None:
     """Refuse a task without questions, or one whose contexts a model cannot read.
 
     Raises:
         UsageError: Saying which.
     """
     if not task.probes:
-        raise UsageError(f"task {task.name} has no items; check its split, --limit and --data")
-    longest = max(item.longest for item in task.items)
-    if max_positions and longest > max_positions:
         raise UsageError(
-            f"task {task.name} has contexts of {longest} tokens, but {model} reads at most "
-            f"{max_positions}; pass a smaller --length"
+            f"task {task.name} has no items; check its split, --limit and --data, or pass a "
+            "smaller --length"
         )
+    for signature in (loaded.signature for loaded in models):
+        most = signature.geometry.max_positions
+        if most and task.longest > most:
+            raise UsageError(
+                f"task {task.name} has contexts of {task.longest} tokens, but {signature.name} "
+                f"reads at most {most}; pass a smaller --length"
+            )
 
 
 def wrong_context(items: Sequence[Item], index: int) -> Ids:

@@ -37,8 +37,7 @@ def run_task(
     Raises:
         UsageError: The task is empty, or a model cannot read its contexts.
     """
-    for loaded in (pair.source, pair.target):
-        check(task, loaded.signature.geometry.max_positions, loaded.signature.name)
+    check(task, pair.source, pair.target)
     journal = journal or Journal()
     if pair.back is not None and task.history is not None:
         arms = (*arms, *alternate.ARMS)

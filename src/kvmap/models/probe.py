@@ -117,6 +117,9 @@ def _run(model: nn.Module, positions: Tensor) -> tuple[dict[int, Tensor], list[T
 def recording_keys(model: nn.Module) -> Iterator[dict[int, Tensor]]:
     """Record, by layer, the keys handed to the model's own rotation while the context lasts."""
     attentions = attention_modules(model)
+    if not attentions:
+        kind = model.config.get_text_config(decoder=True).model_type
+        raise UsageError(f"found no attention layers in a model of type {kind}; not supported")
     module = sys.modules[type(next(iter(attentions.values()))).__module__]
     names = [name for name in ROTATE_NAMES if hasattr(module, name)]
     originals = {name: getattr(module, name) for name in names}
@@ -163,7 +166,9 @@ def _match(
 ) -> RopeTable | None:
     if before is None:
         return None
-    rotary = next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
+    rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb")), None)
+    if rotary is None:
+        raise UsageError(f"{where}: found no module named rotary_emb; not supported")
     frequencies = tuple(rotary.inv_freq.float().tolist())
     scaling = float(getattr(rotary, "attention_scaling", 1.0))
     errors = {}

@@ -105,7 +105,7 @@ class Engine:
             for context, answers in grouped.items()
         ]
         for index, item in enumerate(items):
-            self._check(item.longest)
+            self._check(item.longest())
             self.progress(index, len(items))
             wrong = wrong_context(items, index)
             by_arm = self.kept(asdict(item), lambda item=item, wrong=wrong: self._ask(item, wrong))

@@ -21,7 +21,6 @@ TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "demo": demo,
     "demo_conversations": demo_conversations,
     "needle": needle,
-    "perplexity": perplexity,
     "text": perplexity,
     "wikitext2": wikitext2,
 }
@@ -30,9 +29,9 @@ CONVERSATIONS = ("chat", "coqa", "demo_conversations")
 OTHERS = "tasks of the harness"
 # What reads an option, where not all do.
 READ_BY = {
-    "lengths": ("demo", "demo_conversations", "needle", "perplexity", "text", "wikitext2"),
+    "lengths": ("demo", "demo_conversations", "needle", "text", "wikitext2"),
     # Diagnostics read it where no task brings contexts of its own.
-    "text": ("perplexity", "text", OTHERS),
+    "text": ("text", OTHERS),
     "data": ("chat", "coqa", "wikitext2", OTHERS),
     "turn": CONVERSATIONS,
     "history": CONVERSATIONS,

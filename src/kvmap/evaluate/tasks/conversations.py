@@ -17,8 +17,10 @@ from typing import Any
 from kvmap.demo import world
 from kvmap.errors import UsageError
 from kvmap.evaluate.items import Item, Probe, Task, encode
+from kvmap.evaluate.tasks.demo import check_length
 from kvmap.evaluate.tasks.options import TaskOptions
 from kvmap.evaluate.tasks.rows import Source, read
+from kvmap.text import read_file
 
 TURNS = 10
 STORY_TOKENS = 256
@@ -44,7 +46,9 @@ class Turn:
 def demo_conversations(options: TaskOptions) -> Task:
     """Return the embedded world's conversations; answers are one word."""
     length = (options.lengths or (STORY_TOKENS,))[0]
-    rows = world.conversations("evaluation", _count(options), length, TURNS, options.seed)
+    check_length("demo_conversations", length)
+    count = _talks(options, options.generated)
+    rows = world.conversations("evaluation", count, length, TURNS, options.seed)
     talks = []
     for row in rows:
         answered = zip(row["questions"], row["answers"]["input_text"], strict=True)
@@ -59,7 +63,7 @@ def coqa(options: TaskOptions) -> Task:
     Raises:
         UsageError: The rows are not there or have other columns.
     """
-    rows = islice(read("coqa", COQA, options.data), _count(options))
+    rows = islice(read("coqa", COQA, options.data), _talks(options, options.limit))
     return _task("coqa", [_coqa_talk(row) for row in rows], options, max_new_tokens=24)
 
 
@@ -71,16 +75,25 @@ def chat(options: TaskOptions) -> Task:
     """
     if options.data is None or not Path(options.data).is_file():
         raise UsageError("task chat reads a file of conversations; pass it with `--messages FILE`")
-    talks = [_chat_talk(row, options.tokenizer) for row in _messages(Path(options.data))]
+    if not options.tokenizer.chat_template:
+        raise UsageError("task chat lays conversations out by a chat template; this model has none")
+    talks = []
+    for number, row in enumerate(_messages(Path(options.data)), 1):
+        try:
+            talks.append(_chat_talk(row, options.tokenizer))
+        except Exception as error:  # templates raise what they like
+            raise UsageError(
+                f"{options.data}: the chat template refuses conversation {number}"
+            ) from error
     return _task("chat", talks, options, max_new_tokens=CHAT_TOKENS)
 
 
-def _count(options: TaskOptions) -> int:
-    """Return how many conversations the limit on turns leaves room for."""
+def _talks(options: TaskOptions, limit: int | None) -> int | None:
+    """Return how many conversations a limit on turns leaves room for."""
     asked = TURNS - options.turn + 1
     if asked < 1:
         raise UsageError(f"found --turn {options.turn}, expected 1 to {TURNS}")
-    return 10**9 if options.limit is None else -(-options.limit // asked)
+    return None if limit is None else -(-limit // asked)
 
 
 def _task(
@@ -118,6 +131,9 @@ def _item(story: str, turns: Sequence[Turn], options: TaskOptions) -> Item:
 def _coqa_talk(row: dict[str, Any]) -> tuple[str, list[Turn]]:
     first = row["answers"]["input_text"]
     others = [extra["input_text"] for extra in _additional(row)]
+    counts = {len(found) for found in (row["questions"], first, *others)}
+    if len(counts) > 1:
+        raise UsageError("task coqa: a conversation has not one answer for each question")
     turns = [
         Turn(f"\nQ: {question}\nA:", tuple(dict.fromkeys(answers)), "")
         for question, *answers in zip(row["questions"], first, *others, strict=True)
@@ -132,7 +148,7 @@ def _additional(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _messages(path: Path) -> Iterator[list[dict[str, str]]]:
     """Yield conversations from JSON lines, or from one JSON file."""
-    text = path.read_text(encoding="utf-8")
+    text = read_file(path)
     try:
         lines = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError:
@@ -145,11 +161,18 @@ def _messages(path: Path) -> Iterator[list[dict[str, str]]]:
         lines = [lines]
     for number, line in enumerate(lines, 1):
         found = line.get("messages") if isinstance(line, dict) else line
-        if not isinstance(found, list) or not all(
-            isinstance(message, dict) and {"role", "content"} <= set(message) for message in found
-        ):
+        if not isinstance(found, list) or not all(map(_is_message, found)):
             raise UsageError(f"{path}: conversation {number} is no list of role and content")
         yield found
+
+
+def _is_message(found: Any) -> bool:
+    """Say whether this is text by someone; an assistant has said something."""
+    if not isinstance(found, dict):
+        return False
+    role, content = found.get("role"), found.get("content")
+    said = isinstance(role, str) and isinstance(content, str)
+    return said and (role != "assistant" or bool(content.strip()))
 
 
 def _chat_talk(messages: list[dict[str, str]], tokenizer: Any) -> tuple[str, list[Turn]]:

@@ -20,20 +20,28 @@ def demo(options: TaskOptions) -> Task:
         UsageError: A length the world cannot write.
     """
     lengths = options.lengths or LENGTHS
-    limit = 100 if options.limit is None else options.limit
-    share = -(-limit // len(lengths))
+    share = -(-options.generated // len(lengths))
     items = [item for length in lengths for item in _items(options, length, share)]
     choices = [len(probe.choices) for item in items for probe in item.probes]
     chance = sum(1 / count for count in choices) / max(len(choices), 1)
     return Task("demo", tuple(items), chance)
 
 
-def _items(options: TaskOptions, length: int, limit: int) -> list[Item]:
+def check_length(task: str, length: int) -> None:
+    """Check that the world writes documents of a length.
+
+    Raises:
+        UsageError: It does not.
+    """
     if not world.SHORTEST <= length <= world.LONGEST:
         raise UsageError(
-            f"task demo writes documents of {world.SHORTEST} to {world.LONGEST} words, "
+            f"task {task} writes documents of {world.SHORTEST} to {world.LONGEST} words, "
             f"found --length {length}"
         )
+
+
+def _items(options: TaskOptions, length: int, limit: int) -> list[Item]:
+    check_length("demo", length)
     count = -(-limit // QUESTIONS)
     items, room = [], limit
     for document in world.documents("evaluation", count, length, options.seed, QUESTIONS):

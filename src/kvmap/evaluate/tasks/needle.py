@@ -24,9 +24,8 @@ FACTS = Size(people=4, likes=3, jobs=2, owners=2, colors=0, movers=0, held=0, ch
 def needle(options: TaskOptions) -> Task:
     """Return one question for each of `limit` contexts, spread evenly over depths and lengths."""
     cells = [(length, depth) for length in options.lengths or LENGTHS for depth in DEPTHS]
-    limit = 100 if options.limit is None else options.limit
-    rounds = -(-limit // len(cells))
-    places = [(*cell, index) for index in range(rounds) for cell in cells][:limit]
+    rounds = -(-options.generated // len(cells))
+    places = [(*cell, index) for index in range(rounds) for cell in cells][: options.generated]
     items = tuple(_item(options, length, depth, index) for length, depth, index in places)
     chance = sum(1 / len(item.probes[0].choices) for item in items) / max(len(items), 1)
     return Task("needle", items, chance)

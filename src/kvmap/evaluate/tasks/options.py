@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+GENERATED = 100
+
 
 @dataclass(frozen=True)
 class TaskOptions:
@@ -13,12 +15,13 @@ class TaskOptions:
 
     Attributes:
         tokenizer: The pair's; both models share it.
-        limit: Largest number of questions, chunks or turns; None takes all there are.
+        limit: Largest number of questions, chunks or turns; None takes all there are, and
+            GENERATED of a task that is generated and has no end.
         lengths: Context lengths in tokens; a task with one natural length takes the first,
             and its own default where there is none.
         seed: Of what is generated.
         data: Folder or file with local rows in hub columns; None reads the hub.
-        text: Name or path of the text that `perplexity` reads.
+        text: Name or path of the text that the task `text` reads.
         turn: Turn, from 1, at which a conversation is handed over.
         history: What conversations take earlier turns to have answered: "own" or "gold".
     """
@@ -31,3 +34,8 @@ class TaskOptions:
     text: str = "demo"
     turn: int = 1
     history: str = "own"
+
+    @property
+    def generated(self) -> int:
+        """Number of questions of a task that is generated."""
+        return GENERATED if self.limit is None else self.limit

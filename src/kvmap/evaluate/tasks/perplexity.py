@@ -14,6 +14,7 @@ from kvmap.demo import world
 from kvmap.evaluate.items import Ids, Item, Probe, Task, encode
 from kvmap.evaluate.tasks.options import TaskOptions
 from kvmap.evaluate.tasks.rows import Source, read
+from kvmap.text import documents
 
 CHUNK = 512
 WIKITEXT_CHUNK = 2048
@@ -25,9 +26,9 @@ WIKITEXT = Source(
 def perplexity(options: TaskOptions) -> Task:
     """Return chunks of any text, each within one document."""
     length = (options.lengths or (CHUNK,))[0]
-    texts = _texts(options.text, length, options.seed)
+    texts = _texts(options, length)
     pieces = (piece for text in texts for piece in _cut(options.tokenizer, text, length))
-    return _task("perplexity", islice(pieces, options.limit))
+    return _task("text", islice(pieces, options.limit))
 
 
 def wikitext2(options: TaskOptions) -> Task:
@@ -57,14 +58,15 @@ def _cut(tokenizer: Any, text: str, length: int) -> Iterator[Ids]:
         yield ids[start : start + length]
 
 
-def _texts(name: str, length: int, seed: int) -> Iterator[str]:
-    """Yield documents; the embedded world's are of its evaluation split, questions answered."""
-    if name != "demo":
-        from kvmap.text import documents
+def _texts(options: TaskOptions, length: int) -> Iterator[str]:
+    """Yield documents of a test split, where there is one.
 
-        yield from documents(name)
+    The embedded world's are of its evaluation split, questions answered.
+    """
+    if options.text != "demo":
+        yield from documents(options.text, "test", options.tokenizer)
         return
     tokens = min(max(length, world.SHORTEST), world.LONGEST)
-    for document in world.documents("evaluation", 10_000, tokens, seed + 1):
+    for document in world.documents("evaluation", 10_000, tokens, options.seed + 1):
         asked = [f"{question.prompt} {question.answer} ." for question in document.questions]
         yield " ".join((document.text, *asked))
