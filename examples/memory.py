@@ -30,13 +30,13 @@ from kvmap.bench.shapes import config_of, random_map, random_model
 from kvmap.calibration import Calibration
 from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions
+from kvmap.collect_pair import Loading
 from kvmap.columns import first_and_middle
 from kvmap.fit.job import weighted
 from kvmap.fit_stages import FitSize, stages
 from kvmap.footprint import collect_bytes, use_bytes
 from kvmap.mapping import CacheMap
 from kvmap.models.configs import shape_of
-from kvmap.pair import Loading
 from kvmap.plan import moments_bytes
 from kvmap.plan_fit import model_size
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from kvmap import fit, models, pipeline
 from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions
+from kvmap.collect_pair import Loading, TextOptions, read_text
 from kvmap.evaluate.evaluation import EvaluateOptions, evaluate
 from kvmap.models import LoadedModel
-from kvmap.pair import Loading, TextOptions, read_text
 
 # Of a plane that is turned `turns` times; a constant, so that the twist can be undone. Entries of
 # tiny-l are about as long.

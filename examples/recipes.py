@@ -20,10 +20,12 @@ import torch
 
 from kvmap import fit, models, pipeline
 from kvmap.collect_options import CollectOptions
+from kvmap.collect_pair import Loading, TextOptions, collect_pair, read_text
 from kvmap.evaluate.evaluation import EvaluateOptions, evaluate
 from kvmap.fit import Recipe
+from kvmap.fit.choice import select_layers
+from kvmap.fit.job import splits
 from kvmap.mapping import MapOptions
-from kvmap.pair import Loading, TextOptions, collect_pair, read_text
 
 
 def variants() -> dict[str, Recipe]:
@@ -62,16 +64,15 @@ def measure(pair, recipe: Recipe, calibration, asked, seed: int) -> dict:
     openers = tuple(lambda model=model: model for model in pair)
     shapes = calibration.source.geometry, calibration.target.geometry
     recipe = replace(recipe, options=fit.with_assignment(recipe.options, *shapes))
-    splits = pipeline.splits(calibration, recipe.options.native_head)
-    choice = pipeline.select_layers(splits, recipe)
-    made = pipeline.fit_map(calibration, choice.layers, recipe, lambda *_: None, openers)
+    found = select_layers(splits(calibration, recipe.options.native_head), recipe)
+    made = pipeline.fit_map(calibration, found.layers, recipe, lambda *_: None, openers)
     options = EvaluateOptions(
         tasks=("demo",), limit=asked.questions, lengths=(asked.length,), seed=seed, diagnosed=0
     )
     figures = evaluate(made.cmap, *pair, options).figures
     kept = ("arms", "retention", "gap_recovered", "margin_wrong_document", "intervals", "n")
     return {
-        "k": choice.k,
+        "k": found.k,
         "parameters": made.cmap.parameters,
         "fit_seconds": made.seconds,
         "r2": made.cmap.provenance["r2"]["held_out"],

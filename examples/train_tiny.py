@@ -185,6 +185,8 @@ def train(args: argparse.Namespace) -> None:
 
 def export(args: argparse.Namespace) -> None:
     """Write the trained models as bf16 checkpoints that transformers loads."""
+    if not args.to and (own := set(args.names) - set(MODELS)):
+        raise SystemExit(f"the package does not hold {', '.join(sorted(own))}; give --to FOLDER")
     for name in args.names or MODELS:
         folder = args.to / name if args.to else checkpoint_path(name)
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,8 @@ from kvmap.cache import load_mapped, save
 from kvmap.errors import KvmapError
 from kvmap.handoff import check_pair, finish, map_context
 from kvmap.models import load_lowest, prefill, save_lowest
-from kvmap.transfer import continuation, prompt_ids, read_text, transfer
+from kvmap.text import read_file
+from kvmap.transfer import continuation, prompt_ids, transfer
 
 
 def source_server(cmap: str, lowest: str, prompt: str, shipped: str) -> None:
@@ -26,7 +27,7 @@ def source_server(cmap: str, lowest: str, prompt: str, shipped: str) -> None:
     mapping, layers = CacheMap.load(cmap), load_lowest(lowest)
     source = load(mapping.source.name)
     check_pair(mapping, source, layers)
-    ids = prompt_ids(source.tokenizer, read_text(Path(prompt)))
+    ids = prompt_ids(source.tokenizer, read_file(Path(prompt)))
     cache, _ = prefill(source, ids)
     mapped = map_context(mapping, layers, cache, ids)
     save(mapped, shipped, mapping.target, mapping.options.native_head)
@@ -38,7 +39,7 @@ def target_server(model: str, shipped: str, prompt: str, tokens: str) -> None:
     mapped, made_for, native_head = load_mapped(shipped)
     if made_for.digest != target.signature.digest:
         raise UsageError(f"{shipped}: is a cache of {made_for.name}; map it for {model}")
-    ids = prompt_ids(target.tokenizer, read_text(Path(prompt)))
+    ids = prompt_ids(target.tokenizer, read_file(Path(prompt)))
     done = finish(target, mapped, ids, native_head)
     print(continuation(target, done.cache, ids, int(tokens)))
 
@@ -59,7 +60,7 @@ def main(cmap: str, prompt: str, tokens: int) -> None:
     """Set up both servers, let them work, and compare with one process."""
     mapping = CacheMap.load(cmap)
     source, target = load(mapping.source.name), load(mapping.target.name)
-    ids = prompt_ids(source.tokenizer, read_text(Path(prompt)))
+    ids = prompt_ids(source.tokenizer, read_file(Path(prompt)))
     with tempfile.TemporaryDirectory() as folder:
         lowest, shipped = Path(folder, "lowest"), Path(folder, "shipped")
         save_lowest(target, mapping.options.read_layers, lowest)

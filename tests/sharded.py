@@ -33,7 +33,10 @@ folder, text, source, target, *others = sys.argv[1:]
 rest = ("--dataset", text, "--sequences", "48", "--length", "24", "-q")
 rest += ("--device", "tensor-parallel")
 # torch joins processes once in their lives, and here several command lines share them.
-with ranks(sharded=True) as team, mock.patch("kvmap.pair.ranks", return_value=nullcontext(team)):
+with (
+    ranks(sharded=True) as team,
+    mock.patch("kvmap.collect_pair.ranks", return_value=nullcontext(team)),
+):
     codes = [code("collect", source, name, "-o", f"{folder}-none", *rest) for name in others]
     with mock.patch.object(_Run, "add_moments", stop_at_second):
         codes.append(code("collect", source, target, "-o", folder, *rest))

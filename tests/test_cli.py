@@ -18,10 +18,10 @@ from kvmap.bench.shapes import random_map
 from kvmap.cli import app as command
 from kvmap.cli import inputs, output
 from kvmap.collect_options import CollectOptions
+from kvmap.collect_pair import Loading, TextOptions
 from kvmap.errors import FloorMissed, KvmapError, UsageError
 from kvmap.evaluate.tasks import READ_BY, is_read
 from kvmap.fit import DEFAULT_RECIPE, METHODS, RECIPES
-from kvmap.pair import Loading, TextOptions
 
 GROUP = typer.main.get_command(command.app)
 SHARED = {

@@ -25,9 +25,10 @@ from kvmap.columns import BACK, Block
 from kvmap.errors import UsageError
 from kvmap.fit import recipe, with_assignment, with_lookback
 from kvmap.fit.closed_form import regressions
+from kvmap.fit.job import splits
 from kvmap.fit_pair import FitRequest, fit_calibration
 from kvmap.merge import merge
-from kvmap.pipeline import fit_map, splits
+from kvmap.pipeline import fit_map
 from kvmap.ridge import solve
 
 PAIR = ("qwen3_small", "llama_llama3")

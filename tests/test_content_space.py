@@ -15,10 +15,11 @@ from kvmap.cache import KVCache
 from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions
 from kvmap.fit import Recipe
+from kvmap.fit.job import splits
 from kvmap.geometry import Geometry
 from kvmap.mapping import CacheMap, MapOptions
 from kvmap.models import LoadedModel, prefill
-from kvmap.pipeline import fit_map, splits
+from kvmap.pipeline import fit_map
 from kvmap.rope import strip
 
 SHORT, LONG = 256, 4096

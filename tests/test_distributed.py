@@ -15,9 +15,11 @@ from kvmap.calibration import Calibration
 from kvmap.calibration_files import SPLITS
 from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions
+from kvmap.collect_pair import Loading, TextOptions, read_text
 from kvmap.errors import UsageError
 from kvmap.fit import recipe
-from kvmap.pair import Loading, TextOptions, read_text
+from kvmap.fit.choice import select_layers
+from kvmap.fit.job import splits
 from kvmap.ranks import Ranks, ranks
 
 
@@ -171,7 +173,7 @@ def same_map(one, other, r2=1e-10, weights=1e-6):
     chosen = recipe("kvmap-matched")
     made = []
     for calibration in (one, other):
-        layers = pipeline.select_layers(pipeline.splits(calibration, 4), chosen).layers
+        layers = select_layers(splits(calibration, 4), chosen).layers
         made.append((layers, pipeline.fit_map(calibration, layers, chosen, lambda *_: None).cmap))
     assert made[0][0] == made[1][0]
     records = [cmap.provenance for _, cmap in made]

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_geometry import signature
 from kvmap import engine
 from kvmap.bench.memory import peak_bytes
 from kvmap.cache import KVCache
+from kvmap.engine import precision
 from kvmap.fit import with_assignment
 from kvmap.geometry import RopeTable
 from kvmap.map_options import MapOptions, weight_shape
@@ -176,11 +178,17 @@ def test_half_precision_rounds_its_own_digits_only(dtype):
     check(cmap, cache, out, None, rtol=1e-2)
 
 
-def test_emulated_half_precision_is_computed_in_fp32(monkeypatch):
+@pytest.mark.parametrize(
+    ("half", "single", "expected"), [(9.0, 1.0, torch.float32), (1.0, 2.0, torch.bfloat16)]
+)
+def test_a_cpu_computes_in_fp32_where_half_precision_is_slower(monkeypatch, half, single, expected):
+    ticks = iter((0.0, half, 10.0, 10.0 + single))
     engine.compute_dtype.cache_clear()
+    monkeypatch.setattr(precision, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     assert engine.compute_dtype(torch.bfloat16, "cuda") == torch.bfloat16
     assert engine.compute_dtype(torch.float32, "cpu") == torch.float32
-    assert engine.compute_dtype(torch.bfloat16, "cpu") in (torch.bfloat16, torch.float32)
+    assert engine.compute_dtype(torch.bfloat16, "cpu") == expected
+    engine.compute_dtype.cache_clear()
 
 
 def test_prepared_map_gives_the_same():

@@ -8,7 +8,9 @@ from conftest import token_ids
 
 from kvmap import fit, pipeline
 from kvmap.errors import UsageError
+from kvmap.fit.choice import select_layers
 from kvmap.fit.compose import compose
+from kvmap.fit.job import splits
 from kvmap.handoff import map_middle
 from kvmap.map_options import MapOptions, weight_shape
 from kvmap.mapping import Affine, CacheMap, LayerMap
@@ -72,9 +74,9 @@ def test_maps_that_do_not_compose_are_refused(pair):
 def test_a_composed_map_is_measured_on_a_calibration(pair, calibration):
     """After a map, one that changes nothing: the R² of the first, by layer and head."""
     found = calibration("noisy_image")
-    splits = pipeline.splits(found, 0)
+    data = splits(found, 0)
     recipe = dataclasses.replace(fit.recipe("paper"), k=2)
-    layers = pipeline.select_layers(splits, recipe).layers
+    layers = select_layers(data, recipe).layers
     first = pipeline.fit_map(found, layers, recipe, lambda *_: None).cmap
     target = found.target
     eye = Affine(torch.eye(target.geometry.width)[None], torch.zeros(1, target.geometry.width))

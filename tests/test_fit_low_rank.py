@@ -7,6 +7,7 @@ import torch
 from conftest import token_ids
 
 from kvmap import fit, pipeline
+from kvmap.fit.job import splits
 from kvmap.fit.low_rank import Basis, reduce_rank
 from kvmap.map_options import MapOptions
 from kvmap.mapping import Affine, CacheMap
@@ -79,11 +80,11 @@ def test_a_map_of_low_rank_is_smaller_saved_loaded_and_applied(
     layers = tuple((at,) for at in (0, 1, 1, 2))
     recipe = fit.Recipe(1, 1e-6, MapOptions(heads=heads, joint=joint))
     whole = pipeline.fit_map(found, layers, recipe, lambda *_: None, openers).cmap
-    splits = pipeline.splits(found, 0)
-    small = reduce_rank(whole, splits, 4)
+    data = splits(found, 0)
+    small = reduce_rank(whole, data, 4)
     assert small.parameters < 0.8 * whole.parameters
     assert all(layer.shared == joint for layer in small.layers)
-    assert reduce_rank(whole, splits, 64).parameters == whole.parameters
+    assert reduce_rank(whole, data, 64).parameters == whole.parameters
     again = CacheMap.load(small.save(tmp_path / "small"))
     assert (again.parameters, again.layers[0].shared) == (small.parameters, joint)
     cache = prefill(models[0], token_ids(2, 12, 3))[0]

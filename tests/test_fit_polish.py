@@ -7,7 +7,9 @@ import torch
 
 from kvmap import fit, pipeline
 from kvmap.fit import continuation
+from kvmap.fit.choice import select_layers
 from kvmap.fit.coordinates import Coordinates
+from kvmap.fit.job import splits
 from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.polish import PolishOptions, polish
 from kvmap.handoff import map_middle
@@ -26,15 +28,15 @@ def start(request, pair, calibration):
     found = calibration("twin_llama")
     options = fit.with_assignment(options, found.source.geometry, found.target.geometry)
     recipe = dataclasses.replace(recipe, k=1, ridge=0.3, rank=None, options=options)
-    splits = pipeline.splits(found, options.native_head)
-    layers = pipeline.select_layers(splits, recipe).layers
+    data = splits(found, options.native_head)
+    layers = select_layers(data, recipe).layers
     openers = tuple(lambda model=model: model for model in pair("twin_llama"))
     cmap = pipeline.fit_map(found, layers, recipe, lambda *_: None, openers).cmap
     if request.param == "low rank":
-        cmap = reduce_rank(cmap, splits, 24)
+        cmap = reduce_rank(cmap, data, 24)
         assert cmap.layers[1].shared
     sequences = tuple(found.token_ids(split) for split in ("train", "held_out"))
-    return pair("twin_llama"), cmap, sequences, Coordinates.of(cmap, splits)
+    return pair("twin_llama"), cmap, sequences, Coordinates.of(cmap, data)
 
 
 def test_the_differentiable_map_is_the_map(start):
@@ -153,7 +155,7 @@ def test_a_damaged_checkpoint_is_not_taken_up(start, tmp_path):
 
 def test_a_polish_learns_behind_the_head_and_tail_that_the_target_will_run(start, monkeypatch):
     """A tail of half a short context at most, so that something is left to map."""
-    models, cmap, sequences, splits = start
+    models, cmap, sequences, coordinates = start
     options = dataclasses.replace(cmap.options, native_head=3, native_tail=20, tail_share=1.0)
     cmap, seen = dataclasses.replace(cmap, options=options), []
     read = continuation.Readings.lesson
@@ -163,7 +165,7 @@ def test_a_polish_learns_behind_the_head_and_tail_that_the_target_will_run(start
         return made
 
     monkeypatch.setattr(continuation.Readings, "lesson", spy)
-    polish(cmap, models, sequences, splits, OPTIONS)
+    polish(cmap, models, sequences, coordinates, OPTIONS)
     contexts = [made.head + made.source.tokens + made.tail for made in seen]
     assert len(set(contexts)) > 2
     assert [made.tail for made in seen] == [min(20, context // 2) for context in contexts]

@@ -11,6 +11,7 @@ from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit import weights
+from kvmap.fit.job import splits
 from kvmap.ridge import Covariance, solve
 
 
@@ -99,19 +100,19 @@ def test_weights_change_the_fit_and_equal_weights_do_not(pair, tmp_path):
     options = fit.with_assignment(
         recipe.options, calibration.source.geometry, calibration.target.geometry
     )
-    splits = pipeline.splits(calibration, options.native_head)
+    data = splits(calibration, options.native_head)
     layers = tuple((at % 3,) for at in range(4))
     ids = calibration.sequences["token_ids"].long()
     reads = weights.attention_weights(openers[1](), ids, 2)
     assert reads["key", 0].shape == (16, 24, 4)
-    plain = fit.fit_closed_form(splits, layers, options, 1e-2)[0]
+    plain = fit.fit_closed_form(data, layers, options, 1e-2)[0]
     made = {
         "as read": reads,
         "alike": {name: torch.ones_like(table) for name, table in reads.items()},
     }
     for name, table in made.items():
-        data = weights.weighted_splits(calibration, splits, table, layers, options)
-        found = fit.fit_closed_form(data, layers, options, 1e-2)[0]
+        read = weights.weighted_splits(calibration, data, table, layers, options)
+        found = fit.fit_closed_form(read, layers, options, 1e-2)[0]
         gap = max(
             float((a.of(kind).weight - b.of(kind).weight).abs().max())
             for a, b in zip(found, plain, strict=True)

@@ -12,10 +12,12 @@ from kvmap import fit
 from kvmap.bench.shapes import random_map
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe
+from kvmap.fit.choice import select_layers
+from kvmap.fit.job import splits
 from kvmap.handoff import check_pair, finish, handoff, map_context
 from kvmap.mapping import Affine, CacheMap, LayerMap, MapOptions
 from kvmap.models import continue_logits, generate, prefill, to_dynamic_cache
-from kvmap.pipeline import fit_map, select_layers, splits
+from kvmap.pipeline import fit_map
 
 FAMILIES = ["qwen3_small", "llama_default", "llama_llama3", "llama_yarn", "ministral3"]
 TWINS = ["twin_llama", "twin_qwen3"]

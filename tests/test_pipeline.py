@@ -10,20 +10,21 @@ from conftest import token_ids
 from entries import SOURCE, TARGET, moments, noise, related
 from safetensors.torch import load_file, save_file
 
-from kvmap import fit, fit_pair, models, pair, pipeline, plan
+from kvmap import collect_pair, fit, fit_pair, models, pipeline, plan
 from kvmap.calibration_files import Scope
 from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions
 from kvmap.columns import first_and_middle
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe, Splits
-from kvmap.fit.choice import Choice, auto_counts
+from kvmap.fit.choice import Choice, auto_counts, select_layers
+from kvmap.fit.job import splits
 from kvmap.map_options import weight_shape
 from kvmap.mapping import CacheMap, MapOptions
 from kvmap.models.load import identify
 
 RECIPE = Recipe(1, 1e-6, MapOptions())
-LOADING = pair.Loading("cpu", "float32")
+LOADING = collect_pair.Loading("cpu", "float32")
 STAGES = ("collect", "select-layers", "fit")
 
 
@@ -43,7 +44,7 @@ def first(planted_paths, tmp_path_factory):
 
     def go(names=None, recipe=RECIPE, dataset=text, loading=LOADING, **options):
         names = names or tuple(map(str, planted_paths("twin_llama")))
-        texts = pair.TextOptions(dataset, "train", 12, 32, 0)
+        texts = collect_pair.TextOptions(dataset, "train", 12, 32, 0)
         chosen = CollectOptions(**({"stride": 2, "dump": False} | options))
         return fit_pair.fit_pair(names, texts, chosen, fit_pair.FitRequest(recipe), loading)
 
@@ -83,7 +84,7 @@ def test_second_fit_runs_nothing_and_opens_no_model(first, fitted, monkeypatch):
         ({"recipe": fit.recipe("kvmap")}, None),
         ({"stride": 1}, ()),
         ({"held_out": 0.5}, ()),
-        ({"loading": pair.Loading("cpu", "bfloat16")}, ()),
+        ({"loading": collect_pair.Loading("cpu", "bfloat16")}, ()),
     ],
     ids=["ridge", "k", "recipe", "stride", "held-out", "dtype"],
 )
@@ -99,7 +100,7 @@ def test_a_change_runs_what_depends_on_it_again(fitted, change, kept):
 @pytest.fixture
 def little_room(planted_paths, monkeypatch):
     """Leave memory for the moments of two chosen layers, and none for those of all."""
-    shapes = pair.geometries(tuple(map(str, planted_paths("twin_llama"))), LOADING)
+    shapes = collect_pair.geometries(tuple(map(str, planted_paths("twin_llama"))), LOADING)
     sample = plan.moments_bytes(*shapes, Scope("matched", False))
     layers = ((0,), (1,), (0,), (1,))[: shapes[1].layers]
     some = plan.moments_bytes(*shapes, Scope("all", False, layers))
@@ -109,7 +110,7 @@ def little_room(planted_paths, monkeypatch):
     return shapes
 
 
-TEXT = pair.TextOptions(None, "train", 12, 32, 0)
+TEXT = collect_pair.TextOptions(None, "train", 12, 32, 0)
 
 
 def two_passes(names, text, recipe, said, **options):
@@ -135,14 +136,18 @@ def test_two_passes_are_made_where_moments_do_not_fit(
     assert "a sample of 8 sequences chooses 1 source layers per target layer" in said[0]
 
     texts = dataclasses.replace(TEXT, dataset=text)
-    few = pair.read_text(names, dataclasses.replace(texts, sequences=8), LOADING)
+    few = collect_pair.read_text(names, dataclasses.replace(texts, sequences=8), LOADING)
     kept = CollectOptions(stride=2, heads="matched", joint=False)
-    sample, _ = pair.collect_pair(names, few, kept, tmp_path / "a", LOADING, lambda *_: None)
+    sample, _ = collect_pair.collect_pair(
+        names, few, kept, tmp_path / "a", LOADING, lambda *_: None
+    )
     chosen = dataclasses.replace(fit.recipe("paper"), k=1)
     layers, path, _ = pipeline.cached_layers(sample, chosen, "top", tmp_path / "layers")
-    whole = pair.read_text(names, texts, LOADING)
+    whole = collect_pair.read_text(names, texts, LOADING)
     kept = dataclasses.replace(kept, heads="all", layers=layers.layers)
-    second, _ = pair.collect_pair(names, whole, kept, tmp_path / "b", LOADING, lambda *_: None)
+    second, _ = collect_pair.collect_pair(
+        names, whole, kept, tmp_path / "b", LOADING, lambda *_: None
+    )
     request = fit_pair.FitRequest(recipe, layers=path, out=tmp_path / "map")
     by_hand = fit_pair.fit_calibration(second, request, lambda *_: None).cmap
     for mine, theirs in zip(report.cmap.layers, by_hand.layers, strict=True):
@@ -304,7 +309,7 @@ def test_models_are_identified_without_loading_them(checkpoint, loaded, name):
 
 
 def recovered(calibration, method: str, recipe: Recipe) -> Choice:
-    return pipeline.select_layers(pipeline.splits(calibration, 4), recipe, method)
+    return select_layers(splits(calibration, 4), recipe, method)
 
 
 @pytest.mark.parametrize("method", ["top", "greedy"])
@@ -326,7 +331,7 @@ def test_automatic_k_is_one_where_one_layer_says_it_all(calibration):
 def test_automatic_k_takes_all_layers_where_all_are_needed():
     """The made-up target is linear in every layer of the source."""
     data = Splits(moments(related(900)), moments(related(300, seed=1)), SOURCE, TARGET)
-    choice = pipeline.select_layers(data, Recipe("auto", "auto", MapOptions(joint=True)))
+    choice = select_layers(data, Recipe("auto", "auto", MapOptions(joint=True)))
     assert choice.k == 3
     assert choice.tried[3] > choice.tried[1] + 0.1
 
@@ -362,7 +367,9 @@ def test_a_recipe_reads_the_layers_of_the_tokens_before_that_are_kept(calibratio
 
 def test_all_presets_are_fitted_from_one_calibration():
     """So that fitting one after the other collects once."""
-    kept = {pair.with_scope(CollectOptions(), (SOURCE, TARGET), r) for r in fit.RECIPES.values()}
+    kept = {
+        collect_pair.with_scope(CollectOptions(), (SOURCE, TARGET), r) for r in fit.RECIPES.values()
+    }
     assert {options.lookback_layers for options in kept} == {(0, 1)}
     assert len(kept) == 1
 
@@ -377,7 +384,7 @@ def test_what_is_planned_of_a_preset_is_what_a_fit_makes_of_it():
 
 def test_layers_of_the_tokens_before_are_the_sources():
     with pytest.raises(UsageError, match=r"found layer 3 of the tokens before, .* 3 layers; give"):
-        pair.with_scope(CollectOptions(lookback_layers=(0, 3)), (SOURCE, TARGET))
+        collect_pair.with_scope(CollectOptions(lookback_layers=(0, 3)), (SOURCE, TARGET))
 
 
 @pytest.mark.parametrize("recipe", ["paper", "kvmap"])
@@ -385,7 +392,7 @@ def test_noise_is_not_fitted(recipe):
     """Nothing to learn: held-out R² is at most 0 for every layer but the anchor's own."""
     data = Splits(moments(noise(200)), moments(noise(200, seed=1)), SOURCE, TARGET)
     chosen = fit.with_lookback(fit.recipe(recipe), data.train.lookback_layers)
-    layers = pipeline.select_layers(data, chosen).layers
+    layers = select_layers(data, chosen).layers
     _, scores = fit.fit_closed_form(data, layers, chosen.options, chosen.ridge)
     for kind in ("key", "value"):
         assert scores.mean("held_out", kind) <= 0.001
@@ -402,7 +409,7 @@ def test_layers_of_another_pair_are_refused(calibration, layers):
 def test_head_counts_only_where_the_target_does_not_run_it(calibration):
     """A map with a native head is fitted without those rows, one without is fitted with them."""
     made = calibration("twin_llama")
-    without, with_head = (pipeline.splits(made, head).train.count for head in (4, 0))
+    without, with_head = (splits(made, head).train.count for head in (4, 0))
     assert with_head == without + 4 * len(made.token_ids("train"))
 
 

@@ -8,7 +8,7 @@ import torch
 from conftest import token_ids
 from entries import geometry
 
-from kvmap import fit, pair, plan_fit
+from kvmap import collect_pair, fit, plan_fit
 from kvmap.calibration import Calibration
 from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
@@ -172,7 +172,7 @@ def test_a_calibration_without_its_models_plans_what_it_can(collected, kvmap_run
     monkeypatch.setattr(plan_fit, "load_config", missing)
     request = FitRequest(fit.recipe("kvmap-max"))
     calibration = Calibration.open(collected[0])
-    found = plan_fit.calibration_plan(calibration, request, pair.Loading())["fit"]["stages"]
+    found = plan_fit.calibration_plan(calibration, request, collect_pair.Loading())["fit"]["stages"]
     assert [row["peak_bytes"] is None for row in found] == [False, True]
     text = kvmap_run("fit", collected[0], "--recipe", "kvmap-max", "-n")[1]
     assert text.splitlines()[-1].split() == ["polish", "-", "-", "-"]

@@ -70,18 +70,19 @@ def test_the_tensors_of_every_kind_are_those_of_its_files(kvmap_run, planted_pat
     texts = (f"{i} times {i} is {i * i}, " * 4 for i in range(99))
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     text = ["--dataset", rows, "--sequences", 12, "--length", 48, "--stride", 1]
-    whole, low = tmp_path / "whole.map", tmp_path / "low.map"
+    whole, low, bent = (tmp_path / f"{name}.map" for name in ("whole", "low", "bent"))
     for line in (
         ["collect", *pair, *text, "-o", folder],
         ["select-layers", folder, "-k", 1, "-o", layers],
         ["fit", folder, "--layers", layers, "--rank", "full", "-o", whole],
         ["fit", folder, "--layers", layers, "--rank", 8, "-o", low],
+        ["fit", folder, "--layers", layers, "--method", "residual", "--width", 2, "-o", bent],
         ["transfer", low, "--prompt", "a context of some length", "-o", cache],
     ):
         code, _, error = kvmap_run(*line)
         assert code == 0, error
     found: dict[str, set[str]] = {}
-    for path in (*folder.glob("*.safetensors"), layers, whole, low, cache):
+    for path in (*folder.glob("*.safetensors"), layers, whole, low, bent, cache):
         with safe_open(path, "pt") as file:
             kind = json.loads(file.metadata()["kvmap"])["kind"]
             found.setdefault(kind, set()).update(file.keys())

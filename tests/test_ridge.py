@@ -150,10 +150,6 @@ def test_head_without_variance_scores_zero():
     assert found[1] == 0
 
 
-def test_rows_per_input():
-    assert covariance(*problem(rows=400, inputs=10)).rows_per_input == 40
-
-
 def test_several_regressions_at_a_time_give_what_each_gives_alone():
     """One of them has a null space, which is left out of it alone."""
     problems = [problem(rows=60, inputs=6, seed=seed) for seed in range(3)]

@@ -14,13 +14,15 @@ from conftest import token_ids
 
 from kvmap import fit, plan
 from kvmap.bench.run import BenchOptions, machine_of
+from kvmap.collect_pair import Loading
 from kvmap.errors import UsageError
 from kvmap.fit import continuation
+from kvmap.fit.choice import select_layers
+from kvmap.fit.job import splits
 from kvmap.geometry import RopeTable
 from kvmap.handoff import handoff
 from kvmap.models import LoadedModel, continue_logits, prefill
-from kvmap.pair import Loading
-from kvmap.pipeline import fit_map, select_layers, splits
+from kvmap.pipeline import fit_map
 from kvmap.rope import Angles
 from kvmap.streaming import StreamingMap
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvmap.errors import UsageError
-from kvmap.text import digest, documents, token_sequences
+from kvmap.text import documents, token_sequences
 
 ROWS = Path(__file__).parents[2] / "shared" / "data" / "benchmarks"
 needs_rows = pytest.mark.skipif(not ROWS.is_dir(), reason="no shared benchmark rows here")
@@ -172,13 +172,6 @@ def test_too_little_text_is_refused_with_what_would_fit(tokenizer):
         token_sequences(iter(["aaaa", "b"]), tokenizer, length=4, count=3)
     with pytest.raises(UsageError, match=r"gives 2 tokens, expected 3 .* smaller `--length`"):
         token_sequences(iter(["aa"]), tokenizer, length=4, count=3)
-
-
-def test_the_digest_tells_token_ids_and_shapes_apart():
-    ids = torch.arange(6)
-    made = {digest(ids), digest(ids.view(2, 3)), digest(ids.view(3, 2)), digest(ids + 1)}
-    assert len(made) == 4
-    assert digest(ids.int()) == digest(ids)
 
 
 @needs_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,6 +29,12 @@ class Affine:
         """Whether weight and bias are all there is."""
         return self.up is None and not self.network
 
+    @property
+    def matrix(self) -> Tensor:
+        """The linear part as one weight [G, p, q], float64, its factors multiplied."""
+        weight = self.weight.double()
+        return weight if self.up is None else weight @ self.up.double()
+
     @cached_property
     def operands(self) -> tuple[Tensor, ...]:
         """Bias and factors as products take them, [q] and [p, q] of one group of heads."""
@@ -54,9 +60,7 @@ class Affine:
 
     def bent(self, x: Tensor) -> Tensor:
         """Return what the network adds."""
-        for at, step in enumerate(self.network):
-            x = step(x if at == 0 else x.relu())
-        return x
+        return run(self.network, x)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by the names they have in a file."""
@@ -84,6 +88,13 @@ class Affine:
     def each(self, change: Callable[[Tensor], Tensor]) -> Affine:
         """Return the part with every tensor changed."""
         return Affine.of({name: change(tensor) for name, tensor in self.tensors().items()})
+
+
+def run(network: Sequence[Affine], x: Tensor) -> Tensor:
+    """Return what the steps of a network make of inputs x [..., G, T, p], ReLU between them."""
+    for at, step in enumerate(network):
+        x = step(x if at == 0 else x.relu())
+    return x
 
 
 @dataclass(frozen=True)

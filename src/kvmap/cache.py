@@ -249,8 +249,3 @@ def check_shapes(cache: KVCache, signature: Signature, where: str) -> None:
                     f"{where}: layer {layer}'s {kind} have shape {tuple(tensor.shape)}, "
                     f"expected {shape}; is this a cache of {signature.name}?"
                 )
-
-
-def with_positions(cache: KVCache, positions: Tensor) -> KVCache:
-    """Return the cache with other absolute positions [B, T] on record; keys are not turned."""
-    return replace(cache, positions=positions)

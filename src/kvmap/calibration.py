@@ -13,7 +13,11 @@ from torch import Tensor
 
 from kvmap import artifacts, header
 from kvmap.calibration_files import (
+    INDEX,
+    MOMENTS,
+    RUN,
     SPLITS,
+    TOKENS,
     Scope,
     empty_moments,
     head_rows,
@@ -28,8 +32,6 @@ from kvmap.geometry import Signature, json_digest
 from kvmap.map_options import ascending
 from kvmap.moments import Moments
 
-INDEX = "index.json"
-MOMENTS = "moments.safetensors"
 FILE = re.compile(r"(source|target|head)-\d+\.safetensors")
 
 
@@ -51,7 +53,7 @@ class Calibration:
         """
         path = Path(path)
         if not os.path.exists(path / INDEX):  # which takes a name of any length
-            state = "an unfinished run" if os.path.exists(path / "run.json") else "no calibration"
+            state = "an unfinished run" if os.path.exists(path / RUN) else "no calibration"
             raise UsageError(
                 f"{path}: found {state}, expected a folder with {INDEX}; "
                 "run `kvmap collect` to make it"
@@ -92,7 +94,7 @@ class Calibration:
         Raises:
             UsageError: They are not of the index's shape.
         """
-        path = self.path / "tokens.safetensors"
+        path = self.path / TOKENS
         artifact = artifacts.open_artifact(path, "tokens")
         count = self.index["sequences"]
         for name, shape in (("token_ids", (count, self.index["length"])), ("held_out", (count,))):

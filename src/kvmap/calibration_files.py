@@ -18,6 +18,13 @@ from kvmap.geometry import Geometry, Signature
 from kvmap.moments import ACCUMULATE, Moments, Rows
 
 SPLITS = ("train", "held_out")
+# Names in a calibration's folder: without an index there is none, a run's record is of one begun.
+INDEX, RUN, TOKENS, MOMENTS = (
+    header.INDEX,
+    "run.json",
+    "tokens.safetensors",
+    "moments.safetensors",
+)
 
 
 @dataclass(frozen=True)

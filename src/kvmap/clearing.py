@@ -8,10 +8,9 @@ import re
 from pathlib import Path
 
 from kvmap import artifacts
-from kvmap.calibration import INDEX
+from kvmap.calibration_files import INDEX, RUN
 from kvmap.errors import UsageError
 
-RUN = "run.json"
 # All that a calibration or an interrupted run may hold; nothing else is ever removed.
 FILES = re.compile(
     r"\.?(index\.json|run\.json|(tokens|moments|(\d+\.)?moments\.partial|(source|target|head)-\d+)"

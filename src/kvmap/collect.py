@@ -19,15 +19,19 @@ import torch
 from torch import Tensor
 
 from kvmap import artifacts, atomic
-from kvmap.calibration import INDEX, MOMENTS, Calibration
+from kvmap.calibration import Calibration
 from kvmap.calibration_files import (
+    INDEX,
+    MOMENTS,
+    RUN,
     SPLITS,
+    TOKENS,
     empty_moments,
     load_moments,
     load_rows,
     save_moments,
 )
-from kvmap.clearing import RUN, clear
+from kvmap.clearing import clear
 from kvmap.collect_options import CollectOptions, check_options, held_out_mask
 from kvmap.columns import LOOKBACK
 from kvmap.content import content_rows, row_width
@@ -177,9 +181,7 @@ class _Run:
             return True
         artifacts.write_json(path, record, private=True)
         tensors = {"token_ids": self.token_ids.int(), "held_out": self.held_out}
-        artifacts.write(
-            self.out / "tokens.safetensors", "tokens", tensors, {"text": self.text}, private=True
-        )
+        artifacts.write(self.out / TOKENS, "tokens", tensors, {"text": self.text}, private=True)
         return False
 
     def _record(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class CollectOptions:
         stride: Keep every stride-th token.
         held_out: Share of sequences, by sequence, on which nothing is ever fitted.
         native_head: First tokens kept apart, so that a fit can leave them out.
-        heads: Which moments are kept: "all" or "matched"; "auto" only until `pair.with_scope`.
+        heads: Which moments are kept: "all" or "matched"; "auto" until `collect_pair.with_scope`.
         joint: Keep keys beside values, and the anchor, in the moments; None like "auto".
         layers: Source layers of each target layer: moments of what these read, and no others;
             None keeps those of all.
@@ -71,7 +71,7 @@ def check_options(options: CollectOptions, token_ids: Tensor) -> None:
     if options.heads not in ("all", "matched") or options.joint is None:
         raise UsageError(
             f"found heads {options.heads!r} and joint {options.joint}, expected all or matched "
-            "and True or False; `pair.with_scope` fills in what suits a pair"
+            "and True or False; `collect_pair.with_scope` fills in what suits a pair"
         )
     if options.stride < 1 or options.native_head < 0:
         raise UsageError("--stride must be at least 1 and --native-head at least 0")
@@ -82,9 +82,14 @@ def check_options(options: CollectOptions, token_ids: Tensor) -> None:
         )
 
 
+def held_out_count(sequences: int, share: float) -> int:
+    """Return how many of N sequences are held out."""
+    return min(max(1, round(sequences * share)), sequences - 1)
+
+
 def held_out_mask(sequences: int, share: float) -> Tensor:
     """Return which sequences [N] are held out: evenly spread, at least one and not all."""
-    count = min(max(1, round(sequences * share)), sequences - 1)
+    count = held_out_count(sequences, share)
     mask = torch.zeros(sequences, dtype=torch.bool)
     mask[((torch.arange(count) + 1) * sequences) // count - 1] = True
     return mask

@@ -14,14 +14,7 @@ from typing import Any
 from kvmap import atomic, fit, plan
 from kvmap.calibration import Calibration
 from kvmap.collect_options import CollectOptions
-from kvmap.errors import UsageError
-from kvmap.fit import Recipe
-from kvmap.fit.choice import auto_counts
-from kvmap.fit.job import Opener
-from kvmap.geometry import Geometry, json_digest
-from kvmap.layers import load_layers
-from kvmap.mapping import CacheMap
-from kvmap.pair import (
+from kvmap.collect_pair import (
     Loading,
     TextOptions,
     cached_path,
@@ -30,6 +23,13 @@ from kvmap.pair import (
     read_text,
     with_scope,
 )
+from kvmap.errors import UsageError
+from kvmap.fit import Recipe
+from kvmap.fit.choice import auto_counts
+from kvmap.fit.job import Opener
+from kvmap.geometry import Geometry, json_digest
+from kvmap.layers import load_layers
+from kvmap.mapping import CacheMap
 from kvmap.pipeline import (
     Progress,
     Text,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvmap.collect_options import CollectOptions
+from kvmap.collect_options import CollectOptions, held_out_count
 from kvmap.columns import KINDS
 from kvmap.fit import Recipe
 from kvmap.fit.closed_form import RIDGE_GRID
@@ -81,7 +81,7 @@ class FitSize:
     @property
     def held_out(self) -> int:
         """Number of held-out sequences."""
-        return min(max(1, round(self.grid[0] * self.options.held_out)), self.grid[0] - 1)
+        return held_out_count(self.grid[0], self.options.held_out)
 
     @property
     def rows(self) -> int:
@@ -136,7 +136,7 @@ def stages(size: FitSize, rate: float | None = None) -> list[dict[str, Any]]:
 def _closed_form(size: FitSize) -> Stage:
     mapped, groups, p, q = size.regressions
     weighted = size.recipe.weights == "attention"
-    together = size.recipe.options.shared and not weighted
+    together = size.recipe.options.joint and not weighted
     count, outputs = (1, 2 * q) if together else (2, q)
     ridges = len(RIDGE_GRID) if size.recipe.ridge == "auto" else 1
     # A factor, a solution and its held-out error for each ridge.
@@ -218,7 +218,7 @@ def _polish(size: FitSize) -> Stage:
     weights = map_parameters(size.recipe, size.k, source, target)
     whole = size.whole_map if size.recipe.rank else 0
     distinct = min(mapped, math.comb(source.layers, min(size.k, source.layers)))
-    frames = 4 * distinct * (1 if made.shared else 2) * groups * p * (p if p <= MOST_INPUTS else 1)
+    frames = 4 * distinct * (1 if made.joint else 2) * groups * p * (p if p <= MOST_INPUTS else 1)
     each = length * (own * reads.itemsize + other * speaks.itemsize)
     draws = options.steps * batch
     known = min(sequences - size.held_out, draws)

@@ -130,7 +130,7 @@ def usual_rank(recipe: Recipe, inputs: int, outputs: int) -> int | None:
     Args:
         outputs: Of keys and values together.
     """
-    if not recipe.rank or not recipe.options.shared:
+    if not recipe.rank or not recipe.options.joint:
         return None
     rank = int(recipe.rank) or outputs // (4 if recipe.rank >= 0.1 else 2)
     return rank if rank * (inputs + outputs) < inputs * outputs else None
@@ -157,7 +157,7 @@ def fit_bytes(options: MapOptions, k: int, source: Geometry, target: Geometry, m
     """
     heads, p, q = weight_shape(options, min(k, source.layers), source, target)
     mapped = target.layers - options.exact_layers
-    outputs = 2 * q if options.shared else q
+    outputs = 2 * q if options.joint else q
     return moments + 8 * (5 * p * p + 11 * p * outputs) + 4 * mapped * 2 * heads * (p + 1) * q
 
 

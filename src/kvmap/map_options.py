@@ -91,11 +91,6 @@ class MapOptions:
         """Whether a regression reads more than entries of the kind that it predicts."""
         return self.joint or self.anchor or self.lookback > 0
 
-    @property
-    def shared(self) -> bool:
-        """Whether keys and values are predicted from the same inputs."""
-        return self.joint
-
 
 def ascending(layers: tuple[int, ...]) -> bool:
     """Return whether these are layers, one at least, each above the one before."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from kvmap import artifacts, atomic
-from kvmap.calibration import INDEX, MOMENTS, Calibration
-from kvmap.calibration_files import SPLITS, load_moments, save_moments
-from kvmap.clearing import RUN, clear
+from kvmap.calibration import Calibration
+from kvmap.calibration_files import INDEX, MOMENTS, RUN, SPLITS, TOKENS, load_moments, save_moments
+from kvmap.clearing import clear
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest
 
@@ -44,7 +44,7 @@ def merge(parts: list[Calibration], out: Path, force: bool = False) -> Calibrati
     _start(parts, out, force)
     record = {"merged": [part.index["text"] for part in parts]}
     tensors = {"token_ids": token_ids, "held_out": held_out}
-    artifacts.write(out / "tokens.safetensors", "tokens", tensors, {"text": record}, private=True)
+    artifacts.write(out / TOKENS, "tokens", tensors, {"text": record}, private=True)
     index = _index(parts, record, token_ids) | _copy_rows(parts, out)
     if parts[0].index["options"]["moments"]:
         _merge_moments(parts, out)

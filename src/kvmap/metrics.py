@@ -18,18 +18,6 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def r2(actual: Tensor, predicted: Tensor) -> Tensor:
-    """Return 1 - residual / total sum of squares of rows [N, Q], all columns pooled.
-
-    The total is about each column's own mean, so predicting that mean scores 0; anything
-    worse is negative. A constant `actual` gives 1 where it is met exactly, else -inf.
-    """
-    actual, predicted = actual.double(), predicted.double()
-    residual = (actual - predicted).square().sum()
-    total = (actual - actual.mean(0)).square().sum()
-    return r2_from_sums(residual, total)
-
-
 def r2_from_sums(residual: Tensor, total: Tensor) -> Tensor:
     """Return R² from residual and total sums of squares of any equal shape."""
     exact = torch.where(residual == 0, 1.0, -torch.inf).to(residual.dtype)
@@ -83,12 +71,6 @@ def normalise_answer(text: str) -> str:
     """Return the text in lower case, single-spaced, without punctuation and articles."""
     plain = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", plain).split())
-
-
-def exact_match(prediction: str, references: Sequence[str]) -> float:
-    """Return 1 where the normalised prediction equals a normalised reference, else 0."""
-    given = normalise_answer(prediction)
-    return float(any(given == normalise_answer(reference) for reference in references))
 
 
 def token_f1(prediction: str, reference: str) -> float:

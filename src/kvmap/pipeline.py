@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kvmap import atomic, fit, models
-from kvmap.calibration import INDEX, Calibration
+from kvmap.calibration import Calibration
+from kvmap.calibration_files import INDEX
 from kvmap.collect_options import CollectOptions
 from kvmap.columns import LOOKBACK
 from kvmap.errors import UsageError

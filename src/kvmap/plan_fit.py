@@ -15,6 +15,7 @@ from kvmap import fit, models, plan
 from kvmap.calibration import Calibration
 from kvmap.chosen import near_layers
 from kvmap.collect_options import CollectOptions
+from kvmap.collect_pair import Loading, TextOptions, with_scope
 from kvmap.errors import UsageError
 from kvmap.fit_pair import FitRequest, counts_to_try, of_layers, refuse_greedy
 from kvmap.fit_stages import FitSize, ModelSize, stages
@@ -23,7 +24,6 @@ from kvmap.geometry import Geometry
 from kvmap.layers import load_layers
 from kvmap.models.configs import load_config, parameter_count, tape_width
 from kvmap.models.devices import pick_device, pick_dtype
-from kvmap.pair import Loading, TextOptions, with_scope
 
 
 def map_sizes(

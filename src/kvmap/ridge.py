@@ -51,11 +51,6 @@ class Covariance:
         """Mean ḡ of the Gram matrix's diagonal, [1]."""
         return _diagonal(self.gram).mean(-1, keepdim=True)
 
-    @property
-    def rows_per_input(self) -> float:
-        """N / p; near 1 the in-sample R² says nothing."""
-        return float(self.count) / max(len(self.input_mean), 1)
-
 
 def solve(covariance: Covariance, ridge: float) -> tuple[Tensor, Tensor]:
     """Return weight [p, q] and bias [q] for a relative ridge, float64.

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvmap import models
 from kvmap.collect_options import CollectOptions
+from kvmap.collect_pair import Loading, TextOptions, require_length
 from kvmap.errors import UsageError
 from kvmap.fit_pair import FitRequest
 from kvmap.fit_stages import ModelSize
@@ -14,7 +15,6 @@ from kvmap.models.configs import load_config, shape_of
 from kvmap.models.digests import template_digest, tokenizer_digest
 from kvmap.models.load import load_tokenizer
 from kvmap.models.probe import refuse_unsupported
-from kvmap.pair import Loading, TextOptions, require_length
 from kvmap.plan_fit import map_sizes, model_size, plan_models
 
 

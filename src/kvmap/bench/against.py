@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import torch
 
 from kvmap.bench.clock import Clock, Timing, timings
+from kvmap.collect_pair import Loading
 from kvmap.errors import UsageError
 from kvmap.models import resolve
-from kvmap.pair import Loading
 
 ENGINES = ("hf", "vllm")
 

@@ -28,10 +28,6 @@ class MapCost:
             "copy_share": self.bytes / seconds / machine.copy_bytes if seconds else None,
         }
 
-    def seconds(self, machine: Machine) -> float:
-        """Return the least time on a machine that does one while it does the other."""
-        return max(self.flops / machine.matmul_flops, self.bytes / machine.copy_bytes)
-
 
 def map_cost(cmap: CacheMap, tokens: int, itemsize: int) -> MapCost:
     """Return what a map must do: its products, the source's layers in, the target's out."""

@@ -14,13 +14,13 @@ from kvmap.bench.pair import BenchOptions
 from kvmap.bench.run import Job, machine_of, map_path
 from kvmap.bench.shapes import config_of, deepened, random_map, random_model
 from kvmap.bench.stream import bench_stream
+from kvmap.collect_pair import Loading
 from kvmap.engine import prepare
 from kvmap.errors import UsageError
 from kvmap.fit import recipe
 from kvmap.geometry import Signature
 from kvmap.mapping import CacheMap
 from kvmap.models.devices import pick_dtype
-from kvmap.pair import Loading
 
 PARTS = ("map", "stream", "fit")
 Progress = Callable[[str, int, int], None]

@@ -8,13 +8,13 @@ from kvmap.bench.costs import attention_flops
 from kvmap.bench.pair import BenchOptions
 from kvmap.bench.run import Job, machine_of
 from kvmap.bench.shapes import config_of
+from kvmap.collect_pair import Loading
 from kvmap.fit import DEFAULT_RECIPE, recipe
 from kvmap.footprint import map_parameters
 from kvmap.geometry import Geometry
 from kvmap.mapping import CacheMap
 from kvmap.models.configs import parameter_count, shape_of
 from kvmap.models.devices import pick_device, pick_dtype
-from kvmap.pair import Loading
 from kvmap.plan import USUAL_K
 
 # A round prefills once on either side, and the bench runs at least about this many rounds.

@@ -18,13 +18,13 @@ from kvmap.bench.machine import Machine, measure_machine
 from kvmap.bench.pair import BenchOptions, bench_pair
 from kvmap.bench.prepare import prepared_map
 from kvmap.bench.shapes import config_of
+from kvmap.collect_pair import Loading
 from kvmap.engine import compute_dtype, prepare
 from kvmap.errors import UsageError
 from kvmap.fit import DEFAULT_RECIPE, recipe
 from kvmap.mapping import CacheMap
 from kvmap.models.configs import shape_of
 from kvmap.models.devices import pick_device, pick_dtype
-from kvmap.pair import Loading
 
 Progress = Callable[[str, int, int], None]
 

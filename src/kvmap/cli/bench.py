@@ -100,7 +100,7 @@ def run(
 ) -> None:
     """Time a handoff and the target's own prefill, part by part."""
     from kvmap import bench
-    from kvmap.pair import Loading
+    from kvmap.collect_pair import Loading
 
     out = Output(as_json, quiet)
     contexts = parse_contexts(context)

@@ -71,7 +71,7 @@ def run(
 ) -> None:
     """Run both models over text; keep their caches and moments."""
     from kvmap.collect_options import CollectOptions
-    from kvmap.pair import Loading, TextOptions
+    from kvmap.collect_pair import Loading, TextOptions
     from kvmap.survey import survey
 
     out, names = Output(as_json, quiet), (source, target)
@@ -118,7 +118,7 @@ def _chosen(path: Path | None):
 
 
 def _collect(out: Output, names, text, asked, output, loading, force):
-    from kvmap.pair import collect_pair, geometries, read_text, with_scope
+    from kvmap.collect_pair import collect_pair, geometries, read_text, with_scope
 
     found = read_text(names, text, loading)
     asked = with_scope(asked, geometries(names, loading))

@@ -126,11 +126,11 @@ def run(
     Exit code 3 where a floor is missed, or where another document's cache does as well.
     """
     from kvmap.artifacts import refuse_overwrite
+    from kvmap.collect_pair import Loading
     from kvmap.evaluate import evidence
     from kvmap.evaluate.evaluation import EvaluateOptions
     from kvmap.evaluate.gates import Gates, enforce
     from kvmap.evaluate.report import report_files
-    from kvmap.pair import Loading
 
     out = Output(as_json, quiet)
     for path in (*(report_files(output) if output else ()), *filter(None, (html,))):

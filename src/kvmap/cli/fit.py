@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmap.cli import ignored, inputs, options, plan
-from kvmap.cli.output import Output, amount, figure, table
+from kvmap.cli import fit_text, ignored, inputs, options, plan
+from kvmap.cli.output import Output
 from kvmap.errors import UsageError
 
 if TYPE_CHECKING:
     from kvmap.calibration import Calibration
-    from kvmap.fit_pair import FitReport, FitRequest
+    from kvmap.fit_pair import FitRequest
 
 EXAMPLES = (
     "kvmap fit tiny-m tiny-l -o m-l.map",
@@ -148,10 +148,10 @@ def run(
     from kvmap.artifacts import refuse_overwrite
     from kvmap.calibration import Calibration
     from kvmap.collect_options import CollectOptions
+    from kvmap.collect_pair import Loading, TextOptions
     from kvmap.columns import LOOKBACK
     from kvmap.fit_pair import FitRequest, fit_calibration, fit_pair
     from kvmap.models.devices import pick_device
-    from kvmap.pair import Loading, TextOptions
 
     out = Output(as_json, quiet)
     for path in filter(None, (output, plot)):
@@ -234,7 +234,8 @@ def run(
             return
         with out.progress() as progress:
             report = fit_pair((source, target), *made[:2], request, loading, progress, out.note)
-    _describe(out, report)
+    for line in fit_text.notes(report):
+        out.note(line)
     out.result(report.path, report.to_json())
 
 
@@ -260,30 +261,10 @@ def _frontier(
         points = cost_quality(calibration, request.recipe, progress, openers)
     if picture is not None:
         plot(points, picture)
-    rows = [
-        (
-            "*" if p.best else "",
-            p.recipe.options.heads,
-            p.recipe.options.joint,
-            p.recipe.options.anchor,
-            p.recipe.options.lookback,
-            ",".join(map(str, p.recipe.options.lookback_layers)),
-            p.recipe.k,
-            "full" if p.recipe.rank is None else f"+{p.recipe.rank:.0%} error",
-            p.recipe.options.native_tail,
-            p.parameters,
-            p.cost,
-            p.milliseconds,
-            p.divergence,
-        )
-        for p in points
-    ]
-    inside = ("heads", "joint", "anchor", "lookback", "of layers", "k", "rank", "tail")
-    head = ("frontier", *inside, "parameters", "cost", "ms", "KL")
     if limit is None:
-        out.document({"frontier": [p.to_json() for p in points]}, lambda: table(head, rows))
+        out.document({"frontier": [p.to_json() for p in points]}, lambda: fit_text.frontier(points))
         return None
-    out.note(table(head, rows))
+    out.note(fit_text.frontier(points))
     return replace(request, recipe=within(points, *limit).recipe)
 
 
@@ -311,41 +292,3 @@ def _plan_models(out: Output, names: tuple[str, str], request: FitRequest, made:
 
     found = survey(names, *made, request)
     out.document(found, lambda: plan.text(found))
-
-
-def _describe(out: Output, report: FitReport) -> None:
-    from kvmap.fit.accuracy import rounded_away
-    from kvmap.fit.choice import LOW_ROWS_PER_INPUT
-
-    made = report.cmap.provenance
-    if report.reused:
-        out.note(f"reused: {', '.join(report.reused)}")
-    for kind in ("key", "value"):
-        train, held_out = (made["r2"][split][kind] for split in ("train", "held_out"))
-        out.note(f"R² of {kind}s: {figure(held_out)} held out, {figure(train)} in sample")
-    if rounded_away(report.cmap):
-        out.note(
-            "warning: an R² is more than 1, so the moments lack digits for so small a ridge; "
-            "collect with --products float64, or give a larger --ridge"
-        )
-    if made["recipe"]["assign"] == "best" and _by_ratio(made):
-        out.note(
-            "heads are paired by the ratio of their numbers: the calibration keeps moments of "
-            "matched heads, which say nothing of other pairs; collect with --heads all"
-        )
-    ratio = made["rows_per_input"]
-    out.note(
-        f"k = {report.k}, {report.cmap.parameters} parameters "
-        f"({amount(4 * report.cmap.parameters)}), {ratio:.1f} rows per input"
-    )
-    if ratio < LOW_ROWS_PER_INPUT:
-        out.note(
-            f"warning: fewer than {LOW_ROWS_PER_INPUT:.0f} rows per input; in-sample R² says "
-            "nothing here: give more --sequences or a smaller -k"
-        )
-
-
-def _by_ratio(made: dict[str, Any]) -> bool:
-    """Say whether matched heads could not be scored, as of a map's provenance."""
-    matched = made["recipe"]["options"]["heads"] == "matched"
-    return matched and made["collect"]["heads"] == "matched"

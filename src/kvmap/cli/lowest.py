@@ -30,10 +30,10 @@ def run(
 ) -> None:
     """Keep a target's lowest layers: all of it that a map reads."""
     from kvmap.artifacts import refuse_overwrite
+    from kvmap.collect_pair import Loading
     from kvmap.handoff import check_pair
     from kvmap.mapping import CacheMap
     from kvmap.models import save_lowest
-    from kvmap.pair import Loading
 
     out = Output(as_json, quiet)
     inputs.refuse_inputs(output, cmap)

@@ -25,7 +25,7 @@ def run(
 ) -> None:
     """Say whether two models can be paired, and what it costs."""
     from kvmap.collect_options import CollectOptions
-    from kvmap.pair import Loading, TextOptions
+    from kvmap.collect_pair import Loading, TextOptions
     from kvmap.survey import survey
 
     found = survey(

@@ -73,9 +73,9 @@ def run(
 ) -> None:
     """Hand a context to the target and let it go on."""
     from kvmap.artifacts import refuse_overwrite
+    from kvmap.collect_pair import Loading
     from kvmap.mapping import CacheMap
     from kvmap.models import load_lowest
-    from kvmap.pair import Loading
     from kvmap.text import read_file
     from kvmap.transfer import require_room
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
-from string import ascii_uppercase
 from typing import Any
 
 from kvmap.demo.lessons import LENGTHS, SIZES, lesson, size_for, write
@@ -22,7 +21,7 @@ from kvmap.demo.turns import converse
 
 __all__ = [
     "KINDS", "SPLITS", "Document", "Question",
-    "calibration_texts", "conversations", "documents", "seed_of", "task_rows",
+    "calibration_texts", "conversations", "documents", "seed_of",
 ]  # fmt: skip
 
 SPLITS = ("train", "calibration", "evaluation")
@@ -104,30 +103,6 @@ def conversations(
                 "answer_end": [end for _, end in spans],
             },
         }
-
-
-def task_rows(split: str, count: int, tokens: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Write `count` multiple-choice rows in the columns of hub datasets, kinds taking turns."""
-    per_document = len(KINDS)
-    needed = -(-count // per_document)
-    made = 0
-    for document in documents(split, needed, tokens, seed, questions=per_document):
-        for question in document.questions[: count - made]:
-            yield _row(f"{document.seed}-{made}", document, question)
-            made += 1
-
-
-def _row(name: str, document: Document, question: Question) -> dict[str, Any]:
-    labels = list(ascii_uppercase[: len(question.choices)])
-    return {
-        "id": name,
-        "kind": question.kind,
-        "context": document.text,
-        "question": question.prompt,
-        "choices": {"text": list(question.choices), "label": labels},
-        "answerKey": labels[question.choices.index(question.answer)],
-        "answer": question.answer,
-    }
 
 
 def _size_within(rng: Random, tokens: int) -> Size:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvmap import ridge
 from kvmap.columns import KINDS
-from kvmap.fit.closed_form import FitScores, regressions
+from kvmap.fit.closed_form import FitScores, regressions_of
 from kvmap.fit.job import Job
 from kvmap.fit.network import DumpedRows, row_r2
-from kvmap.mapping import Affine, CacheMap
+from kvmap.mapping import CacheMap
 
 SPLITS = ("train", "held_out")
 
@@ -61,25 +61,15 @@ def measured(job: Job, cmap: CacheMap) -> CacheMap:
 
 def _from_moments(job: Job, cmap: CacheMap, index: int, kind: str) -> list[Tensor]:
     """Return R² [H_t] of one layer's keys or values on the train and the held-out rows."""
-    apart = replace(job.splits, weighted=True)  # keys and values apart
-    layer = cmap.layers[index]
-    weight, bias = _dense(layer.of(kind))
-    own = [
-        blocks
-        for blocks in regressions(apart, index, layer.source_layers, cmap.options)
-        if blocks[1][0].kind == kind
-    ]
+    layer, size = cmap.layers[index], job.splits.target.head_size
+    weight, bias = layer.of(kind).matrix, layer.of(kind).bias.double()
+    own = regressions_of(job.splits, kind, index, layer.source_layers, cmap.options)
     return [
         torch.cat(
             [
-                ridge.r2(moments.covariance(*blocks), weight[at], bias[at], apart.target.head_size)
+                ridge.r2(moments.covariance(*blocks), weight[at], bias[at], size)
                 for at, blocks in enumerate(own)
             ]
         ).cpu()
-        for moments in (apart.train, apart.held_out)
+        for moments in (job.splits.train, job.splits.held_out)
     ]
-
-
-def _dense(part: Affine) -> tuple[Tensor, Tensor]:
-    weight = part.weight.double()
-    return weight if part.up is None else weight @ part.up.double(), part.bias.double()

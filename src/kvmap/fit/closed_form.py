@@ -9,7 +9,7 @@ system is factored once per λ, whatever the number of heads that read it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -31,14 +31,14 @@ TOGETHER_BYTES = 8 << 20
 class Splits:
     """Moments to fit on and to choose on, and the two geometries.
 
-    `weighted` says that rows count differently for each output, so that none share a solve.
+    `apart` says that keys and values share no solve, since rows count differently for either.
     """
 
     train: Moments
     held_out: Moments
     source: Geometry
     target: Geometry
-    weighted: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def regressions(
     head where both kinds read the same inputs.
     """
     heads = (splits.source.kv_heads, splits.target.kv_heads)
-    together = [KINDS] if options.shared and not splits.weighted else [(kind,) for kind in KINDS]
+    together = [KINDS] if options.joint and not splits.apart else [(kind,) for kind in KINDS]
     per_head = [None] if options.heads == "all" else list(range(heads[1]))
     return [
         (
@@ -184,6 +184,14 @@ def regressions(
         for kinds in together
         for head in per_head
     ]
+
+
+def regressions_of(
+    splits: Splits, kind: str, index: int, chosen: tuple[int, ...], options: MapOptions
+) -> list[Blocks]:
+    """Return inputs and outputs of a layer's regressions of "key" or of "value" alone."""
+    found = regressions(replace(splits, apart=True), index, chosen, options)
+    return [blocks for blocks in found if blocks[1][0].kind == kind]
 
 
 def solve_best(

@@ -119,7 +119,7 @@ def dense(cmap: CacheMap, index: int, kind: str) -> tuple[Tensor, Tensor]:
     """Return a part as one float64 weight [P, H_t·D_t] over all heads' inputs, and its bias."""
     layer = cmap.layers[index]
     part = layer.of(kind)
-    weight = (part.weight if part.up is None else part.weight @ part.up).double()
+    weight = part.matrix
     bias = part.bias.double().flatten()
     if cmap.options.heads == "all":
         return weight[0], bias

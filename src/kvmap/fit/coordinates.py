@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvmap.columns import KINDS
-from kvmap.fit.closed_form import Splits, regressions
+from kvmap.fit.closed_form import Splits, regressions_of
 from kvmap.mapping import Affine, CacheMap, LayerMap
 
 # Above this many inputs a full factor costs more than it brings.
@@ -59,16 +59,10 @@ class Coordinates:
     def of(cls, cmap: CacheMap, splits: Splits) -> Coordinates:
         """Take means and covariances from the training moments."""
         frames, known = {}, {}
-        apart = replace(splits, weighted=True)
         for index, layer in enumerate(cmap.layers):
             for kind in KINDS if layer else ():
-                found = [
-                    (tuple(inputs), outputs)
-                    for inputs, outputs in regressions(
-                        apart, index, layer.source_layers, cmap.options
-                    )
-                    if outputs[0].kind == kind
-                ]
+                own = regressions_of(splits, kind, index, layer.source_layers, cmap.options)
+                found = [(tuple(inputs), outputs) for inputs, outputs in own]
                 frames[index, kind] = _frame(splits, found, layer.of(kind).weight.device, known)
         return cls(frames)
 

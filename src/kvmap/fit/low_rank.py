@@ -39,7 +39,7 @@ def _reduced(layer: LayerMap, index: int, cmap: CacheMap, splits: Splits, rank: 
     """Return a layer whose keys and values have factors, one of them shared if inputs are."""
     found = regressions(splits, index, layer.source_layers, cmap.options)
     parts = {}
-    for kinds in [KINDS] if cmap.options.shared else [(kind,) for kind in KINDS]:
+    for kinds in [KINDS] if cmap.options.joint else [(kind,) for kind in KINDS]:
         own = [layer.of(kind) for kind in kinds]
         read = [blocks for blocks in found if blocks[1][0].kind in kinds]
         train, held_out = (

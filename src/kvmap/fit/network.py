@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from kvmap import artifacts
+from kvmap.affine import Affine, LayerMap, run
 from kvmap.calibration import Calibration
 from kvmap.columns import BACK, KINDS, Block
 from kvmap.errors import UsageError
-from kvmap.fit.closed_form import FitScores, regressions
+from kvmap.fit.closed_form import FitScores, regressions_of
 from kvmap.fit.job import Job, Result, closed_form
-from kvmap.mapping import Affine, LayerMap
 
 EPOCHS = 20
 PATIENCE = 3
@@ -130,12 +130,6 @@ def _start(groups: int, sizes: list[int], generator: torch.Generator) -> list[Af
     return steps
 
 
-def _forward(steps: list[Affine], x: Tensor) -> Tensor:
-    for at, step in enumerate(steps):
-        x = step(x if at == 0 else x.relu())
-    return x
-
-
 def _descend(
     steps: list[Affine], samples: list[Sample], generator: torch.Generator
 ) -> list[Affine] | None:
@@ -149,11 +143,11 @@ def _descend(
     for _ in range(EPOCHS):
         for rows in torch.randperm(count, generator=generator).split(batch):
             optimizer.zero_grad()
-            found = _forward(steps, train.inputs[:, rows])
+            found = run(steps, train.inputs[:, rows])
             (found - train.outputs[:, rows]).square().mean().backward()
             optimizer.step()
         with torch.no_grad():
-            error = float((_forward(steps, held_out.inputs) - held_out.outputs).square().mean())
+            error = float((run(steps, held_out.inputs) - held_out.outputs).square().mean())
         since += 1
         if error < least:
             least, since = error, 0
@@ -213,10 +207,9 @@ class DumpedRows:
 
     def samples(self, index: int, layer: LayerMap, kind: str) -> tuple[Sample, Sample]:
         """Return train and held-out rows of one target layer's keys or values."""
-        splits = replace(self.job.splits, weighted=True)  # keys and values apart
-        found = regressions(splits, index, layer.source_layers, self.job.recipe.options)
-        sides = zip(*(blocks for blocks in found if blocks[1][0].kind == kind), strict=True)
-        inputs, outputs = map(list, sides)
+        options = self.job.recipe.options
+        own = regressions_of(self.job.splits, kind, index, layer.source_layers, options)
+        inputs, outputs = map(list, zip(*own, strict=True))
         return tuple(
             Sample(self._stacked(inputs, members), self._stacked(outputs, members))
             for members in self.members

@@ -128,7 +128,7 @@ def weighted_splits(
             f"{calibration.path}: row weights need the rows, found moments alone; "
             "run `kvmap collect` again without --no-dump"
         )
-    found = _groups(replace(splits, weighted=True), layers, options)
+    found = _groups(replace(splits, apart=True), layers, options)
     sizes = head_sizes(splits.source, splits.target)
     total = Moments(found, sizes)
     stride = calibration.index["options"]["stride"]
@@ -141,7 +141,7 @@ def weighted_splits(
             for group in found:
                 x, y = (rows.design(b)[members] for b in (group.inputs, group.outputs))
                 total.add(group, weighted_moments(x, y, scaled[group.name][place]))
-    return replace(splits, train=total, weighted=True)
+    return replace(splits, train=total, apart=True)
 
 
 def _groups(

@@ -153,12 +153,7 @@ def resolve(name: str) -> Checkpoint:
         UsageError: Nothing of that name; says what is near.
     """
     if name in demo.MODELS:
-        folder = (
-            Path(os.environ.get("KVMAP_DEMO_MODELS", "")) / name
-            if "KVMAP_DEMO_MODELS" in os.environ
-            else None
-        )
-        return Checkpoint(name, str(folder or demo.checkpoint_path(name)))
+        return Checkpoint(name, str(demo.checkpoint_path(name)))
     if os.path.isdir(name):  # which takes a name of any length
         return Checkpoint(name, str(Path(name).resolve()))
     base, _, revision = name.partition("@")

@@ -1,0 +1,76 @@
+"""How what `kvmap fit` did, and what quality costs, is laid out as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvmap.cli.output import amount, figure, table
+
+if TYPE_CHECKING:
+    from kvmap.fit.frontier import Point
+    from kvmap.fit_pair import FitReport
+
+
+def frontier(points: Sequence[Point]) -> str:
+    """Lay out candidates, cheapest first, with a star at those that none cheaper beats."""
+    rows = [
+        (
+            "*" if p.best else "",
+            p.recipe.options.heads,
+            p.recipe.options.joint,
+            p.recipe.options.anchor,
+            p.recipe.options.lookback,
+            ",".join(map(str, p.recipe.options.lookback_layers)),
+            p.recipe.k,
+            "full" if p.recipe.rank is None else f"+{p.recipe.rank:.0%} error",
+            p.recipe.options.native_tail,
+            p.parameters,
+            p.cost,
+            p.milliseconds,
+            p.divergence,
+        )
+        for p in points
+    ]
+    inside = ("heads", "joint", "anchor", "lookback", "of layers", "k", "rank", "tail")
+    head = ("frontier", *inside, "parameters", "cost", "ms", "KL")
+    return table(head, rows)
+
+
+def notes(report: FitReport) -> Iterator[str]:
+    """Yield what a fit has to say of itself, line by line."""
+    from kvmap.fit.accuracy import rounded_away
+    from kvmap.fit.choice import LOW_ROWS_PER_INPUT
+
+    made = report.cmap.provenance
+    if report.reused:
+        yield f"reused: {', '.join(report.reused)}"
+    for kind in ("key", "value"):
+        train, held_out = (made["r2"][split][kind] for split in ("train", "held_out"))
+        yield f"R² of {kind}s: {figure(held_out)} held out, {figure(train)} in sample"
+    if rounded_away(report.cmap):
+        yield (
+            "warning: an R² is more than 1, so the moments lack digits for so small a ridge; "
+            "collect with --products float64, or give a larger --ridge"
+        )
+    if made["recipe"]["assign"] == "best" and _by_ratio(made):
+        yield (
+            "heads are paired by the ratio of their numbers: the calibration keeps moments of "
+            "matched heads, which say nothing of other pairs; collect with --heads all"
+        )
+    ratio = made["rows_per_input"]
+    yield (
+        f"k = {report.k}, {report.cmap.parameters} parameters "
+        f"({amount(4 * report.cmap.parameters)}), {ratio:.1f} rows per input"
+    )
+    if ratio < LOW_ROWS_PER_INPUT:
+        yield (
+            f"warning: fewer than {LOW_ROWS_PER_INPUT:.0f} rows per input; in-sample R² says "
+            "nothing here: give more --sequences or a smaller -k"
+        )
+
+
+def _by_ratio(made: dict[str, Any]) -> bool:
+    """Say whether matched heads could not be scored, as of a map's provenance."""
+    matched = made["recipe"]["options"]["heads"] == "matched"
+    return matched and made["collect"]["heads"] == "matched"
