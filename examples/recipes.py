@@ -51,9 +51,7 @@ def variants() -> dict[str, Recipe]:
         "kvmap - middle layer": without(lookback_layers=(0,)),
         "kvmap - native tail": without(native_tail=1),
         "kvmap - λ held-out": replace(best, ridge=1e-2),
-        "kvmap + 2 native layers": without(native_layers=2),
         "kvmap - rank": replace(best, rank=None),
-        "kvmap + rank 0.5": replace(best, rank=0.5),
         "kvmap + row weights": replace(best, weights="attention"),
         "cachebridge - row weights": weightless,
     }

@@ -1,4 +1,4 @@
-"""What the models are, and the curriculum they learn by: three in the package, and tiny-deep.
+"""What the models are, and the curriculum they learn by: three in the package, and two beside.
 
 A stage asks some kinds of question about stories of some sizes, at some
 lengths; a model moves on when it answers every kind of its stage. All models
@@ -13,6 +13,7 @@ from random import Random
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from kvmap.demo import checkpoint_path
 from kvmap.demo.lessons import SIZES, lesson
 from kvmap.demo.questions import KINDS
 from kvmap.demo.tokens import word_ids
@@ -39,6 +40,7 @@ SHAPES = {
     "tiny-l": Shape(width=128, layers=5, heads=8, kv_heads=4, theta=100_000.0, seed=33),
     "tiny-deep": Shape(width=96, layers=8, heads=8, kv_heads=8, theta=500_000.0, seed=44),
 }
+SHAPES["tiny-long"] = SHAPES["tiny-l"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Schedule:
         cooling: last part of the run over which rates fall to nothing.
         owner_layer: layers after which the owner of a thing asked about should be known;
             0 leaves that to the model. It is what makes two-hop questions learnable soon.
+        rate: share of the usual learning rates.
+        start: model of the package whose weights this one begins with, at its last stage.
     """
 
     tokens: int
@@ -88,6 +92,8 @@ class Schedule:
     cooling: float
     owner_layer: int = 0
     batch: int = 2048
+    rate: float = 1.0
+    start: str = ""
 
 
 SCHEDULES = {
@@ -95,11 +101,16 @@ SCHEDULES = {
     "tiny-m": Schedule(tokens=2_400_000, last_stage=3, cooling=0.4),
     "tiny-l": Schedule(tokens=4_600_000, last_stage=6, cooling=0.3, owner_layer=3),
     "tiny-deep": Schedule(tokens=4_200_000, last_stage=7, cooling=0.3, owner_layer=4),
+    "tiny-long": Schedule(
+        tokens=800_000, last_stage=7, cooling=0.8, owner_layer=3, rate=0.3, start="tiny-l"
+    ),
 }
 
 
 def build(name: str) -> Qwen3ForCausalLM:
-    """Make an untrained model."""
+    """Make a model as it is before its training."""
+    if start := SCHEDULES[name].start:
+        return Qwen3ForCausalLM.from_pretrained(checkpoint_path(start), dtype=torch.float32)
     shape = SHAPES[name]
     torch.manual_seed(shape.seed)
     config = Qwen3Config(
