@@ -125,7 +125,7 @@ def _tensors(kept: KVCache) -> dict[str, torch.Tensor]:
 def test_wrong_shape_is_refused_with_both_shapes(tmp_path):
     tensors = _tensors(cache(5)) | {"layers.1.value": torch.zeros(2, 2, 4, 6)}
     artifacts.write(tmp_path / "c", "cache", tensors, {"model": SIGNATURE.to_json()})
-    message = r"layer 1's values have shape \(2, 2, 4, 6\), expected \(2, 2, 5, 6\).*a/model"
+    message = r"layer 1's values have shape \(2, 2, 4, 6\) in .*, expected \(2, 2, 5, 6\).*a/model"
     with pytest.raises(UsageError, match=message):
         load_cache(tmp_path / "c")
 
@@ -152,6 +152,17 @@ def test_file_without_its_model_is_refused(tmp_path):
         ("token_ids", torch.zeros(2, 5), "token_ids is torch.float32, expected torch.int64"),
         ("positions", torch.arange(5), "positions"),
         ("positions", torch.zeros(2, 5), "positions"),
+        (
+            "positions",
+            torch.zeros(0, 5).long(),
+            r"positions are \(0, 5\) .* of one sequence at",
+        ),
+        (
+            "layers.1.key",
+            torch.ones(2, 2, 5, 6).int(),
+            "1's keys .* in torch.int32, .* in float",
+        ),
+        ("layers.0.value", torch.ones(2, 2, 5, 6) > 0, "0's values .* in torch.bool, .* in float"),
     ],
 )
 def test_what_goes_with_the_keys_is_checked_too(tmp_path, field, found, message):
@@ -159,6 +170,19 @@ def test_what_goes_with_the_keys_is_checked_too(tmp_path, field, found, message)
     artifacts.write(tmp_path / "c", "cache", tensors, {"model": SIGNATURE.to_json()})
     with pytest.raises(UsageError, match=message):
         load_cache(tmp_path / "c")
+
+
+def test_token_ids_of_int32_are_taken_as_models_take_them(tmp_path):
+    kept = dataclasses.replace(cache(5), token_ids=cache(5).token_ids.int())
+    assert_same(load_cache(save(kept, tmp_path / "c", SIGNATURE))[0], kept)
+
+
+def test_keys_without_values_are_refused(tmp_path):
+    kept = dataclasses.replace(cache(5), values=cache(5).values[:1])
+    with pytest.raises(UsageError, match="found 1 layers of values, expected 2 of a/model"):
+        save(kept, tmp_path / "c", SIGNATURE)
+    with pytest.raises(ValueError, match="is shorter"):
+        kept.placed([torch.device("cpu")])
 
 
 def test_file_of_another_kind_is_refused(tmp_path):

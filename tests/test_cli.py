@@ -446,6 +446,40 @@ def test_sequences_longer_than_a_model_reads_are_refused_alike(command, kvmap_ru
     assert "found --length 32769, but tiny-m reads at most 32768 tokens; give a smaller" in said
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("collect", "-n", "--held-out", 7), "--held-out is 7.0, expected a share"),
+        (
+            ("collect", "-n", "--sequences", 1),
+            "found 1 sequences of 1024 tokens, expected at least",
+        ),
+        (("collect", "-n", "--no-dump", "--no-moments"), "together leave nothing to keep"),
+        (("collect", "-n", "--length", 4), "none is left after the first 4"),
+        (("fit", "-n", "--native-layers", 99), "leaves nothing to map: the target has 5 layers"),
+        (("fit", "-n", "--polish", "9" * 400), "expected 0 to 1000000000"),
+        (("fit", "-n", "--method", "mlp", "--width", "9" * 400), "expected 1 to 1000000000"),
+        (("plan", "--sequences", "9" * 400), "less than or equal to 1000000000"),
+        (
+            ("collect", "--no-joint", "--no-dump", "--lookback-layers", 1),
+            "--lookback-layers is of rows or joint moments, and neither is kept",
+        ),
+    ],
+)
+def test_plans_refuse_what_the_work_would(command, said, kvmap_run):
+    code, out, error = kvmap_run(*command, "tiny-m", "tiny-l")
+    assert (code, out) == (2, "")
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    "how",
+    [("--only", "soup"), ("--against", "soup"), ("--repeats", 0), ("--plot", "/nowhere/x.png")],
+)
+def test_a_bench_is_not_planned_that_could_not_run(how, kvmap_run):
+    assert kvmap_run("bench", "-n", *how)[:2] == (2, "")
+
+
 def test_a_pair_that_cannot_be_is_refused_after_saying_why(kvmap_run, checkpoint, planted_paths):
     source, _ = planted_paths("twin_llama")
     code, text_, error = kvmap_run("plan", source, checkpoint("other_tokenizer"))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import token_ids
 
+from kvmap import artifacts
 from kvmap import collect as module
 from kvmap.calibration import Calibration
 from kvmap.clearing import clear
@@ -299,16 +300,58 @@ def test_finished_calibration_is_not_written_over(run, tmp_path):
     assert contents(tmp_path / "c") == before
 
 
-def test_damaged_shard_of_an_interrupted_run_is_not_taken(run, tmp_path):
+def cut_short(shard):
+    shard.write_bytes(shard.read_bytes()[:-3])
+
+
+def rewritten(path, metadata=None, **changes):
+    """Write an artifact again with other tensors (none without) and metadata, digests right."""
+    opened = artifacts.open_artifact(path)
+    tensors = {k: v for k, v in (opened.tensors() | changes).items() if v is not None}
+    metadata = opened.metadata if metadata is None else opened.metadata | metadata
+    artifacts.write(path, opened.kind, tensors, metadata, private=opened.kind != "moments")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_short,
+        lambda shard: rewritten(shard, **{"key.0": None}),
+        lambda shard: rewritten(shard, sequence=torch.zeros(32, dtype=torch.int64)),
+    ],
+    ids=["cut short", "no keys", "other sequences"],
+)
+def test_damaged_shard_of_an_interrupted_run_is_not_taken(run, tmp_path, damage):
+    """It is made again, and the run ends as if it had never been interrupted."""
+
     def stop(step, done, total):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "c", progress=stop)
-    shard = tmp_path / "c" / "source-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-3])
-    with pytest.raises(UsageError, match=r"source-00000\.safetensors"):
-        run(tmp_path / "c")
+    damage(tmp_path / "c" / "source-00000.safetensors")
+    run(tmp_path / "c")
+    run(tmp_path / "whole")
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("products", ["float64", "float32"])
+@pytest.mark.parametrize("shards", [1, None, "x", -1, 99])
+def test_partial_moments_are_taken_up_where_they_are_sound(
+    run, tmp_path, monkeypatch, shards, products
+):
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
+    options = dataclasses.replace(LITTLE_OPTIONS, dump=False, products=products)
+
+    def stop(step, done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "c", options, progress=stop, **LITTLE)
+    rewritten(tmp_path / "c" / "moments.partial.safetensors", {"shards": shards})
+    run(tmp_path / "c", options, **LITTLE)
+    run(tmp_path / "whole", options, **LITTLE)
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
 
 
 def test_clear_killed_anywhere_can_be_done_again(run, tmp_path, quick):
@@ -344,6 +387,10 @@ def test_models_with_other_tokenizers_are_refused(loaded, tmp_path):
         ({"dump": False, "moments": False}, r"--no-dump and --no-moments together"),
         ({"heads": "auto"}, r"found heads 'auto' and joint True, expected all or matched"),
         ({"joint": None}, r"found heads 'all' and joint None"),
+        (
+            {"stride": LENGTH},
+            rf"of {LENGTH} tokens, one in {LENGTH} kept, none is left after the f",
+        ),
         ({"stride": 0}, r"--stride must be at least 1"),
         ({"native_head": -1}, r"--native-head at least 0"),
     ],
@@ -351,6 +398,13 @@ def test_models_with_other_tokenizers_are_refused(loaded, tmp_path):
 def test_options_that_make_no_sense_are_refused_before_any_work(run, tmp_path, changes, message):
     with pytest.raises(UsageError, match=message):
         run(tmp_path / "c", dataclasses.replace(OPTIONS, **changes))
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_sequences_shorter_than_what_is_kept_apart_are_refused(run, tmp_path, length):
+    with pytest.raises(UsageError, match=rf"of {length} tokens, .* none is left after the first 4"):
+        run(tmp_path / "c", dataclasses.replace(OPTIONS, stride=1), ids=token_ids(8, length))
     assert not (tmp_path / "c").exists()
 
 
@@ -376,6 +430,97 @@ def test_clear_removes_calibrations_only(run, tmp_path):
     with pytest.raises(UsageError, match=r"letters: holds 'one' too, and is left alone"):
         clear(tmp_path / "letters")
     assert (tmp_path / "letters" / "one").exists()
+
+
+# --- files whose digests are right and that are not of their calibration
+
+
+def with_geometry(calibration, **changes):
+    """Return the target's signature with another shape of cache."""
+    data = calibration.target.to_json()
+    return data | {"geometry": data["geometry"] | changes}
+
+
+@pytest.fixture
+def little(run, tmp_path):
+    return run(tmp_path / "c", LITTLE_OPTIONS, **LITTLE)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"layers": 2, "rope": [0, 0]}, {"head_size": 64}, {"kv_heads": 1}], ids=str
+)
+def test_moments_of_caches_of_another_shape_are_refused(little, changes):
+    """Whichever of the two lies; and the index's lie does not pass for the same calibration."""
+    index = artifacts.read_json(little.path / "index.json")
+    artifacts.write_json(
+        little.path / "index.json", index | {"target": with_geometry(little, **changes)}
+    )
+    lying = Calibration.open(little.path)
+    assert lying.digest != little.digest
+    with pytest.raises(UsageError, match=r"moments\.safetensors: is of caches of another shape"):
+        lying.moments("train")
+    rewritten(little.path / "moments.safetensors", {"target": with_geometry(little, **changes)})
+    with pytest.raises(UsageError, match=r"moments\.safetensors: is of caches of another shape"):
+        little.moments("train")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"heads": "all"}, {"joint": True}, {"lookback_layers": [1]}, {"layers": [[0]]}]
+)
+def test_moments_of_another_scope_are_refused(little, changes):
+    rewritten(little.path / "moments.safetensors", changes)
+    with pytest.raises(UsageError, match=r"moments\.safetensors: keeps other heads or layers than"):
+        little.moments("train")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_moments_of_another_type_are_refused(little, dtype):
+    name, tensor = next(iter(little.moments("train").tensors.items()))
+    little.drop_moments()
+    path = little.path / "moments.safetensors"
+    rewritten(path, **{f"train.{name}": tensor.to(dtype)})
+    with pytest.raises(UsageError, match=rf"'train\.{name}' is of .*, expected float64; run"):
+        little.moments("train")
+
+
+@pytest.mark.parametrize("count", [0.0, -3.0])
+def test_moments_of_no_rows_are_refused(little, count):
+    names = [f"train.{n}" for n in little.moments("train").tensors if n.endswith(".count")]
+    little.drop_moments()
+    counts = dict.fromkeys(names, torch.tensor([count], dtype=torch.float64))
+    rewritten(little.path / "moments.safetensors", **counts)
+    assert little.moments("held_out").count > 0
+    with pytest.raises(UsageError, match=r"keeps no train rows after the first tokens, found 9"):
+        little.moments("train")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        ("token_ids", torch.zeros(4, 9), "is of float32, expected int32"),
+        ("held_out", torch.tensor(True), r"has shape \(\), expected \(4,\)"),
+        ("held_out", torch.arange(4), "is of int64, expected bool"),
+    ],
+    ids=str,
+)
+def test_tokens_of_another_type_are_refused(little, name, tensor, said):
+    rewritten(little.path / "tokens.safetensors", **{name: tensor})
+    with pytest.raises(UsageError, match=rf"tokens\.safetensors: '{name}' {said}; run"):
+        Calibration.open(little.path).token_ids("train")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.tensor(True), r"has shape \(\), expected \(0,\)"),
+        (torch.arange(4), "is of int64, expected bool"),
+    ],
+    ids=str,
+)
+def test_head_rows_of_another_type_are_refused(little, tensor, said):
+    rewritten(little.path / "head-00000.safetensors", held_out=tensor)
+    with pytest.raises(UsageError, match=rf"head-00000\.safetensors: 'held_out' {said}; run"):
+        little.moments("train", with_head=True)
 
 
 # --- merge
@@ -445,6 +590,16 @@ def test_merge_killed_anywhere_can_be_done_again(run, tmp_path, quick):
             merge(parts, out)
         assert contents(out) == expected, step
     assert step > 5
+
+
+@pytest.mark.parametrize("name", ["moments", "source-00001", "head-00000", "tokens"])
+def test_merge_of_a_damaged_part_leaves_nothing(halves, tmp_path, name):
+    parts = halves()
+    cut_short(parts[1].path / f"{name}.safetensors")
+    parts = [Calibration.open(part.path) for part in parts]
+    with pytest.raises(UsageError, match=rf"b/{name}\.safetensors: is cut short"):
+        merge(parts, tmp_path / "ab")
+    assert not (tmp_path / "ab").exists()
 
 
 def test_one_part_is_not_merged(halves, tmp_path):

@@ -127,6 +127,9 @@ def test_missed_floor_exits_with_3_after_printing(files, capsys):
         (("--tasks", ","), "expected names joined by commas"),
         (("--length", "3"), "expected numbers from 4"),
         (("--history", "none"), "expected own or gold"),
+        (("--length", "99999999"), "found --length 99999999, but"),
+        (("--tasks", "text", "--length", "99999999"), "tokens; pass a smaller one"),
+        (("-o", "r.report", "--html", "r.json"), "is where the report goes"),
         (("--tasks", "coqa", "--data", "."), "holds no folder coqa"),
     ],
 )

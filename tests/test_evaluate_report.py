@@ -189,7 +189,7 @@ def test_reports_are_laid_out_alone_and_side_by_side(found):
     [
         ({"tasks": ("dmeo",)}, "no task named 'dmeo'; did you mean demo"),
         ({"tasks": ("xyzzy",)}, "no task named 'xyzzy'"),
-        ({"tasks": ("needle",), "lengths": (9000,)}, "reads at most 8192; pass a smaller"),
+        ({"tasks": ("needle",), "lengths": (9000,)}, "reads at most 8192 tokens; pass a smaller"),
         ({"tasks": ("demo",), "limit": 0}, "task demo has no items"),
     ],
 )

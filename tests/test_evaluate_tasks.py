@@ -221,16 +221,36 @@ def test_a_conversation_that_is_none_is_one_sentence(changed, said, tmp_path):
     path.write_text(json.dumps({"messages": [CHAT[0], CHAT[1] | changed]}))
     with pytest.raises(UsageError, match=said):
         TASKS["chat"](asked)
+    path.write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="is neither JSON nor JSON lines"):
+        TASKS["chat"](asked)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="is not UTF-8 text"):
         TASKS["chat"](asked)
 
 
-def test_coqa_has_an_answer_to_each_question(tmp_path):
-    row = {"story": "s", "questions": ["a?", "b?"], "answers": {"input_text": ["a"]}}
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ({"input_text": ["a"]}, "a conversation has not one answer for each question"),
+        ({"input_text": ["a", ""]}, "a conversation has not one answer for each question"),
+        ({"input_text": ["a", 5]}, "a conversation has not one answer for each question"),
+        ({"input_text": 5}, "a row is not laid out as in stanfordnlp/coqa"),
+        (5, "a row is not laid out as in stanfordnlp/coqa"),
+    ],
+    ids=str,
+)
+def test_coqa_has_an_answer_to_each_question(answers, said, tmp_path):
+    row = {"story": "s", "questions": ["a?", "b?"], "answers": answers}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(UsageError, match="a conversation has not one answer for each question"):
+    with pytest.raises(UsageError, match=said):
         _task("coqa", data=tmp_path / "rows.jsonl")
+
+
+def test_wikitext_is_text(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": 5}))
+    with pytest.raises(UsageError, match="a row's column text holds no text"):
+        _task("wikitext2", data=tmp_path / "rows.jsonl")
 
 
 def test_missing_column_is_named(tmp_path):

@@ -65,6 +65,17 @@ def test_maps_that_do_not_compose_are_refused(pair):
     anchored = drawn(source.signature, hub.signature, HUB_LAYERS, MapOptions(anchor=True), 1)
     with pytest.raises(UsageError, match=r"own first layer.*--no-anchor --no-exact-first"):
         compose(anchored, second)
+    geometry = hub.signature.geometry
+    rope = tuple(dataclasses.replace(t, scaling=2 * t.scaling) for t in geometry.rope)
+    for changes in (
+        {"rope": rope},
+        {"layers": 9, "rope": geometry.rope[:1] * 9},
+        {"head_size": 2 * geometry.head_size},
+    ):
+        wrong = dataclasses.replace(geometry, **changes)
+        other = dataclasses.replace(hub.signature, geometry=wrong)
+        with pytest.raises(UsageError, match=r"headers differ in the shape of .*; one is damaged"):
+            compose(first, dataclasses.replace(second, source=other))
     step = Affine(torch.zeros(1, 32, 32), torch.zeros(1, 32))
     bent = second.each(lambda _, part: dataclasses.replace(part, network=(step,)))
     with pytest.raises(UsageError, match=r"has networks.*closed form"):

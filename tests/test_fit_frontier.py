@@ -1,12 +1,14 @@
 """What quality costs: which candidates are worth having, and which a budget picks."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+from entries import SOURCE, TARGET
 
 from kvmap import fit, pipeline
 from kvmap.errors import UsageError
-from kvmap.fit.frontier import Point, marked, within
+from kvmap.fit.frontier import Point, _candidates, marked, within
 
 POINTS = [
     Point(fit.recipe("kvmap"), parameters=10 * n, cost=cost, milliseconds=9 * cost, divergence=kl)
@@ -30,6 +32,18 @@ def test_a_budget_too_small_is_refused():
         within(POINTS, 0.05)
     with pytest.raises(UsageError, match=r"no map costs at most 0\.05 ms; .* takes 0\.9"):
         within(POINTS, 0.05, "ms")
+
+
+@pytest.mark.parametrize(
+    ("kept", "read"), [((0,), {(0,)}), ((2,), {(2,)}), ((1, 2), {(1,), (1, 2)})]
+)
+def test_candidates_read_layers_of_the_tokens_before_that_are_kept(kept, read):
+    data = SimpleNamespace(
+        source=SOURCE, target=TARGET, train=SimpleNamespace(lookback_layers=kept)
+    )
+    job = SimpleNamespace(splits=data, recipe=fit.recipe("kvmap"))
+    found = [recipe.options for recipe in _candidates(job)]
+    assert {options.lookback_layers for options in found if options.lookback} == read
 
 
 def test_candidates_are_measured_on_the_pair(pair, calibration):

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from kvmap import fit, pipeline
+from kvmap import artifacts, fit, pipeline
 from kvmap.fit import continuation
 from kvmap.fit.choice import select_layers
 from kvmap.fit.coordinates import Coordinates
 from kvmap.fit.job import splits
 from kvmap.fit.low_rank import reduce_rank
-from kvmap.fit.polish import PolishOptions, polish
+from kvmap.fit.polish import PolishOptions, _Run, polish
 from kvmap.handoff import map_middle
 from kvmap.mapping import CacheMap
 
@@ -151,6 +151,45 @@ def test_a_damaged_checkpoint_is_not_taken_up(start, tmp_path):
     _, seen = polished_with_checkpoint(start, path)
     assert seen[0] == 1
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": None},
+        {"step": "x"},
+        {"step": 10**6},
+        {"history": {}},
+        {"history": {"x": 1}},
+        {"history": {"0": None}},
+        {"1.leaf": None},
+        {"0.best": torch.zeros(3)},
+        {"0.exp_avg": torch.tensor(1)},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_that_is_not_sound_changes_nothing(start, tmp_path, change):
+    """So that the polish begins anew; its own state is taken up whole."""
+    _, cmap, _, coordinates = start
+    run = lambda: _Run(cmap, coordinates, OPTIONS, "key")  # noqa: E731
+    saved, path = run(), tmp_path / "polish.safetensors"
+    saved.step, saved.history = 4, {0: 2.0, 4: 1.0}
+    for leaf in saved.leaves:
+        leaf.data.add_(1)
+        state = {name: torch.ones_like(leaf) for name in ("exp_avg", "exp_avg_sq")}
+        saved.optimizer.state[leaf] = {"step": torch.tensor(4.0), **state}
+    saved.save(path)
+    opened, again = artifacts.open_artifact(path), run()
+    again.resume(path)
+    assert (again.step, again.history) == (4, saved.history)
+    assert all(map(torch.equal, again.leaves, saved.leaves))
+    parts = {k: v for k, v in (opened.tensors() | change).items() if torch.is_tensor(v)}
+    fields = opened.metadata | {k: v for k, v in change.items() if "." not in k}
+    artifacts.write(path, "polish", parts, fields)
+    fresh, untouched = run(), run()
+    fresh.resume(path)
+    assert (fresh.step, fresh.history) == (0, {})
+    assert all(map(torch.equal, fresh.leaves, untouched.leaves))
 
 
 def test_a_polish_learns_behind_the_head_and_tail_that_the_target_will_run(start, monkeypatch):

@@ -285,6 +285,51 @@ def test_tokens_outside_the_vocabulary_are_refused_in_either_half(loaded, at, fo
         map_context(cmap, model, unnamed[0], ids.float())
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"mask": torch.ones(1, 7, dtype=torch.bool)},
+            r"mask has shape \(1, 7\), expected \(1, 4",
+        ),
+        ({"mask": torch.ones(40, dtype=torch.bool)}, r"mask has shape \(40,\), expected \(1, 40\)"),
+        (
+            {"positions": torch.arange(40)},
+            r"the positions are \(40,\) .*, expected \[batch",
+        ),
+        ({"token_ids": torch.arange(40)}, r"token_ids has shape \(40,\), expected \(1, 40\)"),
+        ({"values": ()}, "found 0 layers of values, expected 3 of "),
+        (
+            {"keys": (torch.ones(1, 2, 40, 16).int(),) * 3},
+            "0's keys .* torch.int32, expected .*",
+        ),
+    ],
+    ids=["mask", "flat mask", "positions", "token_ids", "values", "integers"],
+)
+def test_caches_of_another_shape_are_refused_in_either_half(loaded, changes, said):
+    model, ids = loaded("qwen3_small"), token_ids(1, 40)
+    cmap, own = identity(model), prefill(model, ids)[0]
+    wrong = dataclasses.replace(own, **changes)
+    with pytest.raises(UsageError, match=f"the source's cache: .*{said}"):
+        map_context(cmap, model, wrong, ids)
+    with pytest.raises(UsageError, match=f"the mapped cache: .*{said}"):
+        finish(model, wrong, ids, 0)
+    with pytest.raises(UsageError, match=f"the cache to map: .*{said}"):
+        cmap.map(wrong)
+
+
+def test_token_ids_of_int32_are_those_of_int64(loaded):
+    model, ids = loaded("qwen3_small"), token_ids(1, 40)
+    own, _ = prefill(model, ids)
+    cmap = identity(model, native_head=4)
+    wanted = handoff(cmap, model, own, ids)
+    for cache in (own, dataclasses.replace(own, token_ids=own.token_ids.int())):
+        for given in (ids, ids.int()):
+            found = handoff(cmap, model, cache, given)
+            assert torch.equal(found.logits, wanted.logits)
+            assert torch.equal(found.cache.token_ids, ids)
+
+
 def test_tokens_of_no_batch_are_refused(loaded):
     model, ids = loaded("qwen3_small"), token_ids(1, 40)
     own, _ = prefill(model, ids)
@@ -338,6 +383,19 @@ def test_models_other_than_the_maps_are_refused(loaded, side):
         UsageError, match=rf"the map's {side} is .*qwen3_small.*found .*llama_default"
     ):
         check_pair(cmap, **models)
+    own, _ = prefill(loaded("qwen3_small"), token_ids(1, 20))
+    if side == "target":
+        with pytest.raises(UsageError, match=r"map's target is .*qwen3_small.*found .*llama_defa"):
+            cmap.map(own, target=models[side])
+
+
+def test_a_cache_of_another_model_does_not_go_on(loaded):
+    """One that has fewer layers, and one that has more."""
+    small, large = loaded("qwen3_small"), loaded("qwen3_large")
+    for reader, writer, said in ((small, large, "4 layers, exp.* 3"), (large, small, "3 .* 4")):
+        cache, _ = prefill(writer, token_ids(1, 20))
+        with pytest.raises(UsageError, match=rf"found a cache of {said} of .*; map it to this m"):
+            continue_logits(reader, cache, token_ids(1, 4))
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
@@ -410,6 +468,43 @@ def test_library_asks_for_the_tokens_of_the_first_layer(loaded):
     mapped = cmap.map(filled, target=model, token_ids=ids)
     for one, other in zip(mapped.layers, filled.layers, strict=True):
         torch.testing.assert_close(one.keys, other.keys, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"token_ids": token_ids(1, 20)[0]}, r"token_ids has shape \(20,\), expected \(1, 20\)"),
+        ({"token_ids": token_ids(1, 19)}, r"token_ids has shape \(1, 19\), expected \(1, 20\)"),
+        ({"positions": torch.arange(20)}, r"the positions are \(20,\) torch.int64, expected \[b"),
+        (
+            {"positions": torch.arange(21)[None], "token_ids": None},
+            r"layer 0's keys have .* expected \(1, 2, 21, 16\)",
+        ),
+    ],
+    ids=["flat ids", "short ids", "flat positions", "long positions"],
+)
+def test_library_maps_no_cache_of_other_tokens(loaded, exact, changes, said):
+    model, ids = loaded("qwen3_small"), token_ids(1, 20)
+    cmap = identity(model, exact_first=exact)
+    given = {"token_ids": ids, "target": model} | changes
+    with pytest.raises(UsageError, match=f"the cache to map: {said}"):
+        cmap.map(to_dynamic_cache(prefill(model, ids)[0]), **given)
+
+
+def test_library_maps_no_empty_cache(loaded):
+    from transformers import DynamicCache
+
+    model = loaded("qwen3_small")
+    none = prefill(model, token_ids(1, 4))[0].slice(0, 0)
+    for empty in (
+        DynamicCache(),
+        DynamicCache(config=model.model.config),
+        to_dynamic_cache(none),
+        none,
+    ):
+        with pytest.raises(UsageError, match="the cache to map has no tokens, expected one at lea"):
+            identity(model, exact_first=True).map(empty, target=model)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["target", "no-target"])

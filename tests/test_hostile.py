@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import measured
 import pytest
 import torch
 
@@ -16,14 +18,16 @@ from kvmap.calibration import Calibration
 from kvmap.calibration_files import load_rows
 from kvmap.clearing import clear
 from kvmap.cli import app as command
+from kvmap.cli.output import Output
 from kvmap.collect_options import CollectOptions
 from kvmap.columns import BACK, KINDS
 from kvmap.errors import KvmapError, UsageError
+from kvmap.evaluate import evidence
 from kvmap.evaluate.journal import Journal
 from kvmap.evaluate.report import Report
 from kvmap.geometry import Geometry, RopeTable, Signature
 from kvmap.layers import load_layers
-from kvmap.mapping import MapOptions
+from kvmap.mapping import CacheMap, MapOptions
 from kvmap.models.devices import pick_device
 from kvmap.pipeline import cache_folder, sound_or_none
 from kvmap.text import read_file
@@ -83,6 +87,41 @@ def test_names_that_move_the_cursor_are_spelt_out(kvmap_run, tmp_path):
     assert (code, text.splitlines()[-1]) == (0, "model.\\x1b[2Jeé\\nx  \\x1b[2Jeé\\nx")
 
 
+ODD = "x\x1b[2J\nfa\x9bke"
+SPELT = "x\\x1b[2J\\nfa\\x9bke"
+
+
+def test_names_in_a_file_say_nothing_to_the_terminal(kvmap_run, tmp_path):
+    """Neither those of tensors, as text and as JSON, nor those of models in a report."""
+    path = artifacts.write(tmp_path / "a", "dump", {ODD: torch.zeros(2)}, {})
+    code, text, _ = kvmap_run("show", path)
+    assert (code, text.splitlines()[-1]) == (0, f"{SPELT}  2")
+    code, text, _ = kvmap_run("show", path, "--json")
+    assert (code, json.loads(text)["tensors"]) == (0, {ODD: [2]})
+    assert not re.search(r"[\x1b\x9b]", text)
+    figures = {"about": {"source": ODD, "target": "b"}, "arms": {}, "tasks": {}, "intervals": {}}
+    figures |= dict.fromkeys(("n", "documents", "verdict")) | {"cosine": {"mean": 0.5, "worst": 0}}
+    ratios = ("retention", "floor_normalised_retention", "gap_recovered", "gap_recovered_nll")
+    figures |= dict.fromkeys((*ratios, "margin"))
+    figures["intervals"] = dict.fromkeys((*ratios, "margin"))
+    path = Report(figures).save(tmp_path / "b")
+    code, text, _ = kvmap_run("report", path)
+    assert (code, f"{SPELT} → b" in text) == (0, True)
+
+
+def test_notes_and_texts_of_several_lines_stay_so(capsys, monkeypatch):
+    """With their tabs, and colours of our own where the terminal has some; no other escape."""
+    text = "a\tb\n\x1b[48;5;232mc\x1b[0m\x1b[31m\r"
+    plain = "a\tb\n\\x1b[48;5;232mc\\x1b[0m\\x1b[31m\\r\n"
+    Output().note(text)
+    Output().document({}, lambda: text)
+    assert capsys.readouterr() == (plain, plain)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    Output().note(text)
+    assert capsys.readouterr().err == "a\tb\n\x1b[48;5;232mc\x1b[0m\\x1b[31m\\r\n"
+
+
 def test_a_signature_is_made_of_text():
     assert Signature.from_json(SIGNATURE.to_json()) == SIGNATURE
     with pytest.raises(ValueError, match="must be text"):
@@ -107,6 +146,9 @@ LAYERS = {"k": 1, "layers": [[0], [1]]}
         {"layers": [[0], [1, 1]]},
         {"layers": [[0], [0.5]]},
         {"layers": [[0], ["1"]]},
+        {"tried": {"x": 1}},
+        {"tried": {"1": "y"}},
+        {"tried": [1]},
     ],
     ids=str,
 )
@@ -155,9 +197,32 @@ INDEX = {
     "tokens_digest": "d",
     "sequences": 8,
     "length": 4,
-    "shards": [{"source": "source-00000.safetensors", "target": "target-00000.safetensors"}],
+    "shards": [
+        {
+            "source": "source-00000.safetensors",
+            "target": "target-00000.safetensors",
+            "sequences": 8,
+        }
+    ],
     "heads": ["head-00000.safetensors"],
 }
+BAD_OPTIONS = (
+    {"native_head": "4"},
+    {"native_head": -5},
+    {"stride": 0},
+    {"stride": True},
+    {"held_out": "x"},
+    {"held_out": 1.0},
+    {"shard": 0},
+    {"heads": "some"},
+    {"heads": []},
+    {"moments": False},
+    {"dump": False},
+    {"layers": [[]] * 2},
+    {"layers": [[0]]},
+    {"layers": [[0], [2]]},
+    *({"lookback_layers": bad} for bad in LATE),
+)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +238,13 @@ INDEX = {
         {"sequences": 10**15},
         {"length": 0},
         {"options": {}},
-        {"options": INDEX["options"] | {"native_head": "4"}},
-        *({"options": INDEX["options"] | {"lookback_layers": bad}} for bad in LATE),
+        {"heads": "some"},
+        {"heads": []},
+        {"heads": INDEX["heads"] * 2},
+        {"shards": [{k: v for k, v in INDEX["shards"][0].items() if k != "sequences"}]},
+        {"shards": [INDEX["shards"][0] | {"sequences": 0}]},
+        {"source": SIGNATURE.to_json() | {"dtype": "bogus"}},
+        *({"options": INDEX["options"] | bad} for bad in BAD_OPTIONS),
         {"text": None, "tokens_digest": 5},
         {"source": {}},
     ],
@@ -184,8 +254,11 @@ def test_an_index_that_is_none_or_names_files_elsewhere_is_refused(change, tmp_p
     artifacts.write_json(tmp_path / "index.json", INDEX)
     assert Calibration.open(tmp_path).tokens == 32
     artifacts.write_json(tmp_path / "index.json", INDEX | change)
-    with pytest.raises(UsageError, match=r"index\.json: the calibration's header is not sound"):
+    with pytest.raises(
+        UsageError, match=r"index\.json: the calibration's header is not sound"
+    ) as no:
         Calibration.open(tmp_path)
+    assert "\n" not in str(no.value)
 
 
 def dump(path, model, rows=3, heads=2):
@@ -207,6 +280,81 @@ def test_rows_of_another_model_or_shape_are_refused(tmp_path):
     dump(paths[1], pair[1], heads=1)
     with pytest.raises(UsageError, match=r"'key\.0' has shape \(3, 1, 4\), expected \(3, 2, 4\)"):
         load_rows(*paths, pair, (0,))
+    turned = replace(GEOMETRY, rope=(None, None))
+    dump(paths[1], replace(pair[1], geometry=turned))
+    with pytest.raises(UsageError, match="1: is of caches of another shape than those of a in"):
+        load_rows(*paths, pair, (0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        ("position", torch.tensor(1), r"has shape \(\), expected \(0,\)"),
+        ("position", torch.arange(3.0), "is of float32, expected int64"),
+        ("sequence", torch.arange(3.0), "is of float32, expected int64"),
+        ("sequence", torch.arange(2), r"has shape \(2,\), expected \(3,\)"),
+        ("key.0", torch.zeros(3, 2, 4, dtype=torch.int32), "is of int32, expected float64 or "),
+        ("value.1", torch.zeros(3, 2, 4, dtype=torch.bool), "is of bool, expected float64 or "),
+        ("back1.key.0", torch.zeros(3, 8), r"has shape \(3, 8\), expected \(3, 2, 4\)"),
+    ],
+    ids=str,
+)
+def test_rows_of_another_type_or_rank_are_refused(name, tensor, said, tmp_path):
+    path = dump(tmp_path / "a", SIGNATURE)
+    tensors = artifacts.open_artifact(path).tensors() | {name: tensor}
+    artifacts.write(path, "dump", tensors, {"model": SIGNATURE.to_json()})
+    with pytest.raises(UsageError, match=f"a: '{name}' {said}"):
+        load_rows(path, path, (SIGNATURE,) * 2, (0,))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verdict": None},
+        {"n": "5"},
+        {"tasks": {}},
+        {"intervals": []},
+        {"undefined": 5},
+        {"cosine": None},
+        {"report_file_sha256": ...},
+        {"unsure": ...},
+        dict.fromkeys(evidence.FIGURES, ...) | {"state": "none"},
+    ],
+    ids=str,
+)
+def test_evidence_that_says_less_than_it_should_is_damaged(change, tmp_path):
+    path = tmp_path / "a.map"
+    path.write_text("a map")
+    good = dict.fromkeys((*evidence.FIGURES, "report_file_sha256", "figures_sha256"))
+    good |= {"kind": "report", "map_file_sha256": evidence.digest(path), "verdict": "recovers"}
+    good |= {"n": 5, "documents": 5, "tasks": ["text"], "cosine": {}}
+    good |= {"intervals": {}, "undefined": {}, "state": "none"}
+    artifacts.write_json(evidence.evidence_path(path), good)
+    assert evidence.require(path)["state"] == "valid"
+    bad = {k: v for k, v in (good | change).items() if v is not ...}
+    artifacts.write_json(evidence.evidence_path(path), bad)
+    with pytest.raises(UsageError, match=r"a\.map\.evidence\.json: the report's header is not so"):
+        evidence.require(path)
+
+
+@pytest.mark.parametrize("r2", [[1], {"train": 5}, {"held_out": {"key": "x"}}], ids=str)
+def test_a_map_whose_means_are_no_table_is_refused(r2, tmp_path):
+    path = replace(measured.twin()[0], provenance={"r2": r2}).save(tmp_path / "a")
+    with pytest.raises(UsageError, match=r"a: the map's header is not sound \("):
+        CacheMap.load(path)
+
+
+def test_show_blames_the_evidence_and_not_the_map(kvmap_run, tmp_path):
+    path = measured.twin()[0].save(tmp_path / "a.map")
+    data = {"kind": "report", "map_file_sha256": evidence.digest(path)}
+    artifacts.write_json(evidence.evidence_path(path), data)
+    code, text, _ = kvmap_run("show", path)
+    assert (code, f"evidence: damaged; {path}.evidence.json: " in text) == (0, True)
+    data |= dict.fromkeys((*evidence.FIGURES, "report_file_sha256", "figures_sha256"))
+    data |= {"verdict": "recovers", "n": 1, "documents": 1, "tasks": [], "cosine": {}}
+    artifacts.write_json(evidence.evidence_path(path), data | {"intervals": {}, "undefined": {}})
+    code, _, error = kvmap_run("show", path)
+    assert (code, f"{path}.evidence.json: the report's header is not sound" in error) == (2, True)
 
 
 def test_what_was_made_before_and_is_damaged_is_made_again(tmp_path):

@@ -283,7 +283,7 @@ def test_a_mapped_cache_that_does_not_fit_is_refused(loaded, lowest):
     ids = token_ids(1, 40)
     own, _ = prefill(source, ids)
     mapped = map_context(cmap, lowest("qwen3_large"), own, ids)
-    with pytest.raises(UsageError, match=r"the mapped cache: found 3 layers, expected 4"):
+    with pytest.raises(UsageError, match=r"the mapped cache: found 3 layers of keys, expected 4"):
         finish(target, own, ids, 4)
     with pytest.raises(UsageError, match=r"has 32 tokens, expected fewer than the context's 32"):
         finish(target, mapped, ids[:, :32], 4)

@@ -151,7 +151,8 @@ def test_bf16_cache_gives_bf16_cache_near_the_fp32_one():
 
 def test_cache_of_another_shape_is_refused():
     rows = related(50)
-    with pytest.raises(UsageError, match=r"the cache to map: found 2 layers, expected 3 of small"):
+    said = r"the cache to map: found 2 layers of keys, expected 3 of small"
+    with pytest.raises(UsageError, match=said):
         fitted(MapOptions()).apply(rotated(rows, "target", TARGET))
 
 
@@ -161,6 +162,43 @@ def test_missing_first_layer_is_said(options):
     assert cmap.needs_target
     with pytest.raises(UsageError, match=r"reads the target's own first layer; pass the target"):
         cmap.apply(rotated(related(50), "source", SOURCE))
+
+
+READING = MapOptions(exact_first=True, anchor=True, lookback=2, lookback_layers=(0, 2))
+LOWEST = "the target's own lowest layers: "
+BEFORE = "the cache of the tokens before"
+each = lambda change: lambda tensors: tuple(map(change, tensors))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        ("cache", lambda c: c.slice(0, 0), "has no tokens, expected one at least"),
+        ("cache", lambda c: c.first(0), "expected .* of one sequence at least"),
+        ("first", lambda f: f[:1], f"{LOWEST}found 0 layers of values, expected 1 of large"),
+        ("first", lambda f: (), f"{LOWEST}found 0 layers of keys, expected 1 of large"),
+        ("first", each(lambda t: t[:, :, 1:]), rf"{LOWEST}layer 0's keys have shape \(2, 4, 6"),
+        ("first", each(lambda t: t[:1]), rf"{LOWEST}layer 0's keys have shape \(1, 4"),
+        ("first", each(lambda t: t[:, :1]), rf"{LOWEST}layer 0's keys have shape \(2, 1"),
+        ("first", each(lambda t: t[..., 1:]), rf"{LOWEST}layer 0's keys .* 7, 5\)"),
+        ("first", each(lambda t: t.int()), f"{LOWEST}layer 0's keys .* in torch.int32"),
+        ("before", lambda c: c.only((0,)), f"{BEFORE}: found 1 layers of keys, expected 3 of sm"),
+        ("before", lambda c: c.first(1), f"{BEFORE} is of 1 sequences, expected 2 as of the cach"),
+        ("out", lambda c: c.only((0,)), "the cache to write: found 1 layers of keys, expected 2"),
+        ("out", lambda c: c.slice(0, 6), r"to write is for \[2, 6\] .*, expected \[2, 7\] as of"),
+        ("out", lambda c: c.first(1), r"to write is for \[1, 7\] .*, expected \[2, 7\] as of"),
+    ],
+)
+def test_what_goes_with_a_cache_is_checked_before_any_work(monkeypatch, part, change, said):
+    rows = related(50)
+    cmap, cache = fitted(MapOptions(exact_first=True)), rotated(rows, "source", SOURCE)
+    given = {"cache": cache, "first": first_layer(rows), "before": cache}
+    given["out"] = rotated(rows, "target", TARGET)
+    given[part] = change(given[part])
+    cmap = dataclasses.replace(cmap, options=READING)
+    monkeypatch.setattr("kvmap.mapping.engine.apply", None)
+    with pytest.raises(UsageError, match=said):
+        cmap.apply(**given)
 
 
 def test_map_without_exact_parts_needs_no_target():

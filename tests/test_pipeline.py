@@ -19,6 +19,7 @@ from kvmap.errors import UsageError
 from kvmap.fit import Recipe, Splits
 from kvmap.fit.choice import Choice, auto_counts, select_layers
 from kvmap.fit.job import splits
+from kvmap.layers import LayerScores, load_layers, save_layers
 from kvmap.map_options import weight_shape
 from kvmap.mapping import CacheMap, MapOptions
 from kvmap.models.load import identify
@@ -423,6 +424,33 @@ def test_cached_layers_are_those_of_their_options(calibration, tmp_path, monkeyp
     assert [found[2] for found in (one, again, other, greedy)] == [False, True, False, False]
     assert again[0].layers == one[0].layers
     assert len({found[1] for found in (one, other, greedy)}) == 3
+
+
+def test_a_cached_choice_of_another_pair_is_made_again(calibration, tmp_path, monkeypatch):
+    """One whose record lies too: in the cache folder nothing stands in a fit's way."""
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path))
+    made = calibration("twin_llama")
+    choice, path, _ = pipeline.cached_layers(made, RECIPE, "top", None)
+    scores, layers, record = load_layers(path)
+    few = {kind: table[:2] for kind, table in scores.held_out.items()}
+    lies = [(LayerScores(few, few), layers[:2], {})]
+    lies += [(scores, layers, {"tried": tried}) for tried in ({"x": 1}, {"1": "y"}, [1], None)]
+    for lying, rows, change in lies:
+        save_layers(path, lying, rows, record | change)
+        again, _, known = pipeline.cached_layers(made, RECIPE, "top", None)
+        assert (again.layers, known) == (choice.layers, False)
+    assert pipeline.cached_layers(made, RECIPE, "top", None)[2]
+
+
+def test_a_choice_that_is_written_anew_is_made_anew(calibration, tmp_path):
+    """Where it goes is the user's to say; what lies there may be anything."""
+    made, path = calibration("twin_llama"), tmp_path / "layers"
+    choice, _, _ = pipeline.cached_layers(made, RECIPE, "top", path)
+    scores, layers, record = load_layers(path)
+    save_layers(path, scores, layers[::-1], record)
+    again, _, known = pipeline.cached_layers(made, RECIPE, "top", path)
+    assert (again.layers, known) == (choice.layers, False)
+    assert load_layers(path)[1] == choice.layers
 
 
 def test_map_tells_where_it_comes_from(calibration):

@@ -1,5 +1,7 @@
 """A session that maps as it goes against the handoff in one go."""
 
+import dataclasses
+
 import pytest
 import torch
 from conftest import token_ids
@@ -117,6 +119,66 @@ def test_gaps_missing_text_and_padding_are_refused(session):
     masked = prefill(source, token_ids(1, 20), mask=torch.ones(1, 20, dtype=torch.bool))[0]
     with pytest.raises(UsageError, match="without padding"):
         shadow.append(masked)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: c.only((0, 1)), "found 2 layers of keys, expected 3 of "),
+        (lambda c: dataclasses.replace(c, positions=c.positions[0]), r"the positions are \(20,\)"),
+        (
+            lambda c: dataclasses.replace(c, token_ids=c.token_ids[:, 1:]),
+            r"token_ids has shape \(1, 19\), expected \(1, 20\)",
+        ),
+        (
+            lambda c: dataclasses.replace(c, keys=c.slice(1, 20).keys),
+            r"layer 0's keys have shape \(1, 2, 19, 16\) .*, expected \(1, 2, 20, 16\)",
+        ),
+        (lambda c: c.first(0), "expected .* of one sequence at least"),
+    ],
+    ids=["layers", "positions", "token_ids", "keys", "batch"],
+)
+def test_chunks_of_another_shape_are_refused_before_they_are_kept(session, change, said):
+    source, _, shadow = session(EXACT)
+    chunk = change(prefill(source, token_ids(1, 20))[0])
+    for take in (shadow.append, shadow.follow):
+        with pytest.raises(UsageError, match=said):
+            take(chunk)
+    assert (shadow.tokens, shadow.room) == (0, None)
+
+
+def test_a_session_keeps_its_batch(session):
+    source, _, shadow = session(PLAIN)
+    shadow.append(prefill(source, token_ids(1, 10))[0])
+    with pytest.raises(UsageError, match="the chunk is of 2 sequences, expected 1 as of those bef"):
+        shadow.follow(prefill(source, token_ids(2, 20))[0])
+    assert shadow.cache.positions.tolist() == [list(range(10))]
+
+
+def test_a_session_that_holds_nothing_hands_nothing_over(session):
+    """Whether nothing came, nothing was in what came, or all of it was taken back."""
+    source, target, shadow = session(PLAIN)
+    ids = token_ids(1, 20)
+    cache, _ = prefill(source, ids)
+    for step in (lambda: shadow.append(cache.slice(0, 0)), lambda: shadow.append(cache)):
+        step()
+        shadow.crop(0)
+        with pytest.raises(UsageError, match="nothing has been read yet"):
+            shadow.handoff()
+    shadow.append(cache)
+    same(shadow.handoff().cache, handoff(shadow.cmap, target, cache, ids).cache)
+
+
+def test_a_context_beyond_what_the_target_reads_is_refused(session):
+    source, target, shadow = session(PLAIN)
+    geometry = dataclasses.replace(target.signature.geometry, max_positions=20)
+    signature = dataclasses.replace(target.signature, geometry=geometry)
+    shadow.target = dataclasses.replace(target, signature=signature)
+    cache, _ = prefill(source, token_ids(1, 21))
+    shadow.append(cache.slice(0, 20))
+    with pytest.raises(UsageError, match=r"ends at position 20, but .* reads positions 0 to 19; h"):
+        shadow.follow(cache)
+    assert shadow.handoff().cache.tokens == 20
 
 
 def test_another_target_is_refused(session, loaded):

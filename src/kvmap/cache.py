@@ -27,7 +27,7 @@ class KVCache:
         keys: L tensors [B, H, T, D], rotated.
         values: L tensors [B, H, T, D].
         positions: [B, T] int64, absolute.
-        token_ids: [B, T] int64, where known.
+        token_ids: [B, T] int64 or int32, where known.
         mask: [B, T] bool, False on padding; None where nothing is padded.
     """
 
@@ -104,7 +104,9 @@ class KVCache:
 
     def placed(self, places: Sequence[torch.device]) -> KVCache:
         """Move each layer to its device; what is there already is not copied."""
-        move = lambda tensors: tuple(map(Tensor.to, tensors, places))  # noqa: E731
+        move = lambda tensors: tuple(  # noqa: E731
+            tensor.to(place) for tensor, place in zip(tensors, places, strict=True)
+        )
         return replace(self, keys=move(self.keys), values=move(self.values))
 
     def copy_to(self, room: KVCache) -> None:
@@ -218,34 +220,52 @@ def _load(path: Path | str) -> tuple[KVCache, Signature, int | None]:
     return cache, signature, native_head
 
 
-def check_shapes(cache: KVCache, signature: Signature, where: str) -> None:
+def check_shapes(
+    cache: KVCache, signature: Signature, where: str, layers: int | None = None
+) -> None:
     """Check that a cache has its model's shape.
+
+    Args:
+        layers: How many of the model's layers it holds; all if not given.
 
     Raises:
         UsageError: Naming the first tensor that does not.
     """
+    _check_tokens(cache, where)
     geometry = signature.geometry
-    if cache.positions.dim() != 2 or cache.positions.dtype != torch.int64:
-        found = f"{tuple(cache.positions.shape)} {cache.positions.dtype}"
-        raise UsageError(f"{where}: the positions are {found}, expected [batch, tokens] int64")
-    for name, dtype in (("token_ids", torch.int64), ("mask", torch.bool)):
+    layers = geometry.layers if layers is None else layers
+    shape = (cache.positions.shape[0], geometry.kv_heads, cache.tokens, geometry.head_size)
+    for kind, tensors in (("keys", cache.keys), ("values", cache.values)):
+        if len(tensors) != layers:
+            raise UsageError(
+                f"{where}: found {len(tensors)} layers of {kind}, expected {layers} of "
+                f"{signature.name}"
+            )
+        for layer, tensor in enumerate(tensors):
+            if tensor.shape != shape or not tensor.is_floating_point():
+                raise UsageError(
+                    f"{where}: layer {layer}'s {kind} have shape {tuple(tensor.shape)} in "
+                    f"{tensor.dtype}, expected {shape} in floating point; is this a cache of "
+                    f"{signature.name}?"
+                )
+
+
+def _check_tokens(cache: KVCache, where: str) -> None:
+    """Check what a cache holds by token beside keys and values."""
+    positions = cache.positions
+    if positions.dim() != 2 or not positions.shape[0] or positions.dtype != torch.int64:
+        found = f"{tuple(positions.shape)} {positions.dtype}"
+        raise UsageError(
+            f"{where}: the positions are {found}, expected [batch, tokens] int64, of one sequence "
+            "at least"
+        )
+    whole = (torch.int64, torch.int32)
+    for name, dtypes in (("token_ids", whole), ("mask", (torch.bool,))):
         tensor = getattr(cache, name)
-        if tensor is not None and tensor.shape != cache.positions.shape:
+        if tensor is not None and tensor.shape != positions.shape:
             raise UsageError(
                 f"{where}: {name} has shape {tuple(tensor.shape)}, "
-                f"expected {tuple(cache.positions.shape)} like the positions"
+                f"expected {tuple(positions.shape)} like the positions"
             )
-        if tensor is not None and tensor.dtype != dtype:
-            raise UsageError(f"{where}: {name} is {tensor.dtype}, expected {dtype}")
-    if cache.layers != geometry.layers:
-        raise UsageError(
-            f"{where}: found {cache.layers} layers, expected {geometry.layers} of {signature.name}"
-        )
-    shape = (cache.positions.shape[0], geometry.kv_heads, cache.tokens, geometry.head_size)
-    for layer in range(cache.layers):
-        for kind, tensor in (("keys", cache.keys[layer]), ("values", cache.values[layer])):
-            if tuple(tensor.shape) != shape:
-                raise UsageError(
-                    f"{where}: layer {layer}'s {kind} have shape {tuple(tensor.shape)}, "
-                    f"expected {shape}; is this a cache of {signature.name}?"
-                )
+        if tensor is not None and tensor.dtype not in dtypes:
+            raise UsageError(f"{where}: {name} is {tensor.dtype}, expected {dtypes[0]}")

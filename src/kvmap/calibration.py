@@ -9,10 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvmap import artifacts, header
 from kvmap.calibration_files import (
+    FLOATS,
     INDEX,
     MOMENTS,
     RUN,
@@ -23,8 +25,8 @@ from kvmap.calibration_files import (
     head_rows,
     load_moments,
     load_rows,
-    require_model,
-    require_shape,
+    read_column,
+    read_tensor,
     scope_of,
 )
 from kvmap.errors import UsageError
@@ -68,9 +70,11 @@ class Calibration:
     def digest(self) -> str:
         """What a layer choice or a map was made from."""
         kept = {key: self.index[key] for key in ("options", "text", "tokens_digest")}
-        # A model's digest leaves its dtype out, but its rows are rounded to it.
-        sides = [[side.digest, side.dtype] for side in (self.source, self.target)]
-        return json_digest([kept, *sides])
+        # A model's digest leaves out its dtype, which its rows are rounded to, and its cache's
+        # shape, which is what the index says it is.
+        sides = (self.source, self.target)
+        models = [[side.digest, side.dtype, side.geometry.to_json()] for side in sides]
+        return json_digest([kept, *models])
 
     @property
     def scope(self) -> Scope:
@@ -94,12 +98,12 @@ class Calibration:
         Raises:
             UsageError: They are not of the index's shape.
         """
-        path = self.path / TOKENS
-        artifact = artifacts.open_artifact(path, "tokens")
-        count = self.index["sequences"]
-        for name, shape in (("token_ids", (count, self.index["length"])), ("held_out", (count,))):
-            require_shape(artifact, name, shape)
-        return artifact.tensors()
+        artifact = artifacts.open_artifact(self.path / TOKENS, "tokens")
+        count, length = self.index["sequences"], self.index["length"]
+        return {
+            "token_ids": read_tensor(artifact, "token_ids", (count, length), (torch.int32,)),
+            "held_out": read_tensor(artifact, "held_out", (count,), (torch.bool,)),
+        }
 
     def token_ids(self, split: str) -> Tensor:
         """Return the sequences [N, T] of "train" or "held_out"."""
@@ -118,11 +122,7 @@ class Calibration:
             self.__dict__.pop(name, None)
 
     def _load_moments(self) -> dict[str, Moments]:
-        path = self.path / MOMENTS
-        made, metadata = load_moments(path)
-        for side, expected in (("source", self.source), ("target", self.target)):
-            require_model(path, metadata[side], expected)
-        return made
+        return load_moments(self.path / MOMENTS, (self.source, self.target), self.scope)[0]
 
     @cached_property
     def _moments_with_head(self) -> dict[str, Moments]:
@@ -133,7 +133,7 @@ class Calibration:
         made = self._load_moments()  # not those that others may read: they are added to
         for name in self.index["heads"]:
             artifact = artifacts.open_artifact(self.path / name, "dump")
-            held_out = artifact.tensor("held_out")
+            held_out = read_column(artifact, "held_out", torch.bool)
             for split, members in (("train", ~held_out), ("held_out", held_out)):
                 if members.any():
                     rows = head_rows(artifact, members, geometries, self.scope.lookback_layers)
@@ -159,11 +159,12 @@ class Calibration:
             paths = (self.path / shard["source"], self.path / shard["target"])
             models, late = (self.source, self.target), self.scope.lookback_layers
             rows, position, sequence = load_rows(*paths, models, late)
-            if not all(0 <= at < self.index["sequences"] for at in sequence.unique().tolist()):
-                raise UsageError(
-                    f"{paths[0]}: holds sequences that this calibration has not; "
-                    "run `kvmap collect` again"
-                )
+            for found, name in ((sequence, "sequences"), (position, "length")):
+                if bool(((found < 0) | (found >= self.index[name])).any()):
+                    raise UsageError(
+                        f"{paths[0]}: holds tokens of sequences that this calibration has not; "
+                        "run `kvmap collect` again"
+                    )
             yield rows, position, sequence
 
     def moments(self, split: str, with_head: bool = False) -> Moments:
@@ -171,11 +172,34 @@ class Calibration:
 
         Args:
             with_head: Count the first tokens in, which are kept apart.
+
+        Raises:
+            UsageError: They are not sound, or of no rows at all.
         """
-        return (self._moments_with_head if with_head else self._moments)[split]
+        made = (self._moments_with_head if with_head else self._moments)[split]
+        if any(bool(made.tensors[f"{group.name}.count"] < 1) for group in made.groups):
+            raise UsageError(
+                f"{self.path}: keeps no {split} rows after the first tokens, found "
+                f"{self.index['length']} tokens in a sequence, one in "
+                f"{self.index['options']['stride']} kept; run `kvmap collect` with a larger "
+                "--length or a smaller --stride"
+            )
+        return made
 
 
-_OPTIONS = {"stride": int, "native_head": int, "heads": str, "joint": bool}
+_OPTIONS = {
+    "heads": str,
+    "joint": bool,
+    "dump": bool,
+    "moments": bool,
+    "held_out": float,
+    "tokens_digest": str,
+    "text": dict,
+}
+# The least that a number may be.
+_LEAST = {"sequences": 1, "length": 1, "stride": 1, "shard": 1, "native_head": 0}
+_MOST = 2**31
+_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in FLOATS)
 
 
 def _check_index(index: dict[str, Any]) -> None:
@@ -184,24 +208,45 @@ def _check_index(index: dict[str, Any]) -> None:
     Raises:
         ValueError: Or whatever a missing key or a wrong type raises.
     """
-    numbers = [index["sequences"], index["length"]]
-    if not all(type(number) is int and 0 < number < 2**31 for number in numbers):
-        raise ValueError("sequences and length must be numbers from 1")
-    options = index["options"] | {"text": index["text"], "digest": index["tokens_digest"]}
-    for name, kind in (_OPTIONS | {"dump": bool, "moments": bool, "digest": str}).items():
-        if type(options[name]) is not kind:
+    options, shards, heads = index["options"], index["shards"], index["heads"]
+    own = ("text", "tokens_digest", "sequences", "length")
+    fields = options | {name: index[name] for name in own}
+    for name, kind in _OPTIONS.items():
+        if type(fields[name]) is not kind:
             raise ValueError(f"{name} is no {kind.__name__}")
-    names = [shard[side] for shard in index["shards"] for side in ("source", "target")]
-    for name in (*names, *index["heads"]):
+    counts = {name: (fields[name], least) for name, least in _LEAST.items()}
+    counts |= {f"sequences of {s['source']}": (s["sequences"], 1) for s in shards}
+    for name, (number, least) in counts.items():
+        if type(number) is not int or not least <= number < _MOST:
+            raise ValueError(f"{name} is no number from {least}")
+    if not 0 < options["held_out"] < 1 or options["heads"] not in ("all", "matched"):
+        raise ValueError("held_out is no share, or heads neither all nor matched")
+    if any(str(index[side]["dtype"]) not in _DTYPES for side in ("source", "target")):
+        raise ValueError(f"a dtype is none of {', '.join(_DTYPES)}")
+    names = [shard[side] for shard in shards for side in ("source", "target")] + heads
+    for name in names:
         if not FILE.fullmatch(name):
             raise ValueError(f"{name[:40]!r} is no file of a calibration")
-    scope = scope_of(options)
+    apart = options["moments"] and options["native_head"] > 0
+    if len(set(names)) < len(names) or (bool(shards), bool(heads)) != (options["dump"], apart):
+        raise ValueError("the files are not those that the options keep, each once")
+    _check_scope(index)
+
+
+def _check_scope(index: dict[str, Any]) -> None:
+    """Check that the layers an index names are its models'.
+
+    Raises:
+        ValueError: Or whatever a missing key or a wrong type raises.
+    """
+    scope = scope_of(index["options"])
+    targets, sources = (index[side]["geometry"]["layers"] for side in ("target", "source"))
     layers = scope.layers
-    shape = [index[side]["geometry"]["layers"] for side in ("target", "source")]
     if layers is not None and (
-        len(layers) != shape[0] or not all(0 <= s < shape[1] for row in layers for s in row)
+        len(layers) != targets
+        or not all(row and min(row) >= 0 and max(row) < sources for row in layers)
     ):
         raise ValueError("the chosen layers are not the models'")
     late = scope.lookback_layers
-    if not ascending(late) or late[-1] >= shape[1]:
+    if not ascending(late) or late[-1] >= sources:
         raise ValueError("the layers of tokens before are not the source's")

@@ -25,6 +25,8 @@ INDEX, RUN, TOKENS, MOMENTS = (
     "tokens.safetensors",
     "moments.safetensors",
 )
+# Of rows: what a model may run in.
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,11 @@ def head_rows(
     geometries: tuple[Geometry, Geometry],
     lookback_layers: tuple[int, ...],
 ) -> Rows:
-    """Return the rows of first tokens, which are kept apart, of some members [n] of a file."""
+    """Return the rows of first tokens, which are kept apart, of some members [n] of a file.
+
+    Raises:
+        UsageError: The file holds no such rows.
+    """
     return Rows(
         {
             (side, kind): {
@@ -103,24 +109,32 @@ def save_moments(path: Path, moments: dict[str, Moments], metadata: dict[str, An
     return artifacts.write(path, "moments", tensors, metadata)
 
 
-def load_moments(path: Path) -> tuple[dict[str, Moments], dict[str, Any]]:
+def load_moments(
+    path: Path, models: tuple[Signature, Signature], scope: Scope
+) -> tuple[dict[str, Moments], dict[str, Any]]:
     """Read train and held-out moments and their metadata.
 
     Raises:
-        UsageError: The file is no sound moments artifact, or its shapes are not its models'.
+        UsageError: The file is no sound moments artifact, or of other models, or keeps others.
     """
     artifact = artifacts.open_artifact(path, "moments")
     with header.sound(path, "moments"):
-        geometries = tuple(
-            Signature.from_json(artifact.metadata[side]).geometry for side in ("source", "target")
+        found = [artifact.metadata[side] for side in ("source", "target")]
+        kept = scope_of(artifact.metadata)
+    for model, expected in zip(found, models, strict=True):
+        require_model(path, model, expected)
+    if kept != scope:
+        raise UsageError(
+            f"{path}: keeps other heads or layers than its calibration says; "
+            "run `kvmap collect` again"
         )
-        scope = scope_of(artifact.metadata)
     made = {}
     for split in SPLITS:
-        made[split] = empty_moments(*geometries, scope, device="meta")
+        made[split] = empty_moments(*(model.geometry for model in models), scope, device="meta")
         for name, empty in made[split].tensors.items():
-            require_shape(artifact, f"{split}.{name}", tuple(empty.shape))
-            made[split].tensors[name] = artifact.tensor(f"{split}.{name}")
+            made[split].tensors[name] = read_tensor(
+                artifact, f"{split}.{name}", tuple(empty.shape), (ACCUMULATE,)
+            )
     return made, artifact.metadata
 
 
@@ -138,56 +152,77 @@ def load_rows(
     Raises:
         UsageError: The two files hold different tokens, or rows of other models.
     """
-    opened = {
-        "source": artifacts.open_artifact(source, "dump"),
-        "target": artifacts.open_artifact(target, "dump"),
+    rows, position, sequence = load_side(source, "source", models[0], lookback_layers)
+    others, *places = load_side(target, "target", models[1], ())
+    if not all(map(torch.equal, (position, sequence), places)):
+        raise UsageError(f"{source} and {target} hold different tokens; run `kvmap collect` again")
+    return Rows(rows | others), position, sequence
+
+
+def load_side(
+    path: Path, side: str, model: Signature, lookback_layers: tuple[int, ...]
+) -> tuple[dict[tuple[str, str], dict[int, Tensor]], Tensor, Tensor]:
+    """Read one model's file of a shard: entries of `Rows`, positions and sequence numbers [n].
+
+    Args:
+        lookback_layers: Layers that the file holds of the tokens before.
+
+    Raises:
+        UsageError: It holds rows of another model, or none.
+    """
+    artifact = artifacts.open_artifact(path, "dump")
+    require_model(path, artifact.metadata.get("model"), model)
+    position = read_column(artifact, "position", torch.int64)
+    count, geometry = len(position), model.geometry
+    sequence = read_tensor(artifact, "sequence", (count,), (torch.int64,))
+    entries = {
+        (side, kind): {
+            at: _entries(artifact, f"{kind}.{at}", count, geometry) for at in range(geometry.layers)
+        }
+        for kind in KINDS
     }
-    entries = {}
-    for (side, artifact), expected in zip(opened.items(), models, strict=True):
-        require_model(artifact.path, artifact.metadata.get("model"), expected)
-        for name in ("position", "sequence"):
-            require_shape(artifact, name, (len(artifact.tensor("position")),))
+    for late in BACK if lookback_layers else ():
         for kind in KINDS:
-            rows = len(artifact.tensor("position"))
-            entries[side, kind] = {
-                at: _entries(artifact, f"{kind}.{at}", rows, expected.geometry)
-                for at in range(expected.geometry.layers)
-            }
-    count, geometry = len(opened["source"].tensor("position")), models[0].geometry
-    for side in BACK:
-        for kind in KINDS:
-            entries[side, kind] = {
-                at: _entries(opened["source"], f"{side}.{kind}.{at}", count, geometry)
+            entries[late, kind] = {
+                at: _entries(artifact, f"{late}.{kind}.{at}", count, geometry)
                 for at in lookback_layers
             }
-    places = {side: (a.tensor("position"), a.tensor("sequence")) for side, a in opened.items()}
-    if not all(torch.equal(*pair) for pair in zip(places["source"], places["target"], strict=True)):
-        raise UsageError(f"{source} and {target} hold different tokens; run `kvmap collect` again")
-    return Rows(entries), *places["source"]
+    return entries, position, sequence
 
 
 def _entries(artifact: artifacts.Artifact, name: str, rows: int, geometry: Geometry) -> Tensor:
     """Return one layer's rows [n, H, D]."""
-    require_shape(artifact, name, (rows, geometry.kv_heads, geometry.head_size))
-    return artifact.tensor(name)
+    return read_tensor(artifact, name, (rows, geometry.kv_heads, geometry.head_size), FLOATS)
 
 
-def require_shape(artifact: artifacts.Artifact, name: str, shape: tuple[int, ...]) -> None:
-    """Check a tensor\'s shape by the file\'s header.
+def read_column(artifact: artifacts.Artifact, name: str, dtype: torch.dtype) -> Tensor:
+    """Read what a file holds one of for each of its rows, [n]; see `read_tensor`."""
+    return read_tensor(artifact, name, artifact.shape(name)[:1] or (0,), (dtype,))
+
+
+def read_tensor(
+    artifact: artifacts.Artifact,
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> Tensor:
+    """Read a tensor of a shape, which the file's header says first, and of one of some dtypes.
 
     Raises:
-        UsageError: It is another.
+        UsageError: It is of another, or not there.
     """
-    if artifact.shape(name) != shape:
-        raise header.unusable(
-            artifact.path,
-            f"{name!r} has shape {artifact.shape(name)}, expected {shape}",
-            artifact.kind,
-        )
+    problem = f"{name!r} has shape {artifact.shape(name)}, expected {shape}"
+    if artifact.shape(name) == shape:
+        tensor = artifact.tensor(name)
+        if tensor.dtype in dtypes:
+            return tensor
+        said, *rest = (str(one).removeprefix("torch.") for one in (tensor.dtype, *dtypes))
+        problem = f"{name!r} is of {said}, expected {' or '.join(rest)}"
+    raise header.unusable(artifact.path, problem, artifact.kind)
 
 
 def require_model(path: Path, found: Any, expected: Signature) -> None:
-    """Check that a file is of the expected model.
+    """Check that a file is of the expected model, and of caches of its shape.
 
     Raises:
         UsageError: It is of another.
@@ -198,4 +233,9 @@ def require_model(path: Path, found: Any, expected: Signature) -> None:
         raise UsageError(
             f"{path}: is of {model.name} (digest {model.digest[:12]}), expected {expected.name} "
             f"(digest {expected.digest[:12]}); run `kvmap collect` again"
+        )
+    if not model.geometry.same_cache(expected.geometry):
+        raise UsageError(
+            f"{path}: is of caches of another shape than those of {expected.name} in its "
+            "calibration; run `kvmap collect` again"
         )

@@ -1,16 +1,18 @@
 """Run both models over the same tokens; keep content-space caches and their moments.
 
 Every shard of sequences goes through three steps: the source's rows to a file, the target's
-rows to a file, both into the moments. A step whose file is there is not done again, so an
-interrupted run goes on where it stopped and ends with the same bytes. The folder's index is
+rows to a file, both into the moments. A step whose file is there and sound is not done again, so
+an interrupted run goes on where it stopped and ends with the same bytes. The folder's index is
 written last: without it there is no calibration.
 """
 
 from __future__ import annotations
 
 import gc
+import operator
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmap import artifacts, atomic
+from kvmap import artifacts, atomic, header
 from kvmap.calibration import Calibration
 from kvmap.calibration_files import (
     INDEX,
@@ -29,6 +31,7 @@ from kvmap.calibration_files import (
     empty_moments,
     load_moments,
     load_rows,
+    load_side,
     save_moments,
 )
 from kvmap.clearing import clear
@@ -78,7 +81,7 @@ def collect(
     Raises:
         UsageError: The models cannot be paired, or the folder holds another run.
     """
-    check_options(options, token_ids)
+    check_options(options, *token_ids.shape)
     together = team.same(together)  # each process has measured its free memory itself
     models = _Models(openers, together)
     options = replace(options, lookback_layers=options.late_layers(models.source.geometry))
@@ -200,16 +203,31 @@ class _Run:
         }
 
     def _start_moments(self) -> None:
-        partial = self.out / self.partial
-        if partial.exists():
-            self.moments, metadata = load_moments(partial)
-            self.added = metadata["shards"]
-            return
         geometries = (self.models.source.geometry, self.models.target.geometry)
         products = getattr(torch, self.options.products)
         scope = self.options.scope
         kept = SPLITS if self.options.moments and self.team.keeps else ()
         self.moments = {split: empty_moments(*geometries, scope, products) for split in kept}
+        if (self.out / self.partial).exists():
+            with suppress(UsageError):  # damaged: made anew
+                self._take_up()
+
+    def _take_up(self) -> None:
+        """Go on with the moments of an interrupted run.
+
+        Raises:
+            UsageError: They are not sound.
+        """
+        path = self.out / self.partial
+        pair = (self.models.source, self.models.target)
+        moments, metadata = load_moments(path, pair, self.options.scope)
+        with header.sound(path, "moments"):
+            added = operator.index(metadata["shards"])
+            if not 0 <= added <= self.shards:
+                raise ValueError(f"{added} of {self.shards} shards")
+        for split, mine in self.moments.items():
+            mine.tensors = moments[split].tensors
+        self.added = added
 
     def source_rows(self, shard: int) -> None:
         self._rows(shard, 0)
@@ -226,13 +244,14 @@ class _Run:
         return range(start, min(start + self.options.shard, self.token_ids.shape[0]))
 
     def _rows(self, shard: int, side: int) -> None:
-        path = self._path(side, shard)
+        path, members = self._path(side, shard), self._sequences(shard)
+        places = torch.arange(0, self.token_ids.shape[1], self.options.stride)
+        position = places.repeat(len(members))
+        sequence = torch.tensor(members).repeat_interleave(len(places))
         # The first's word: another's look at the folder may come after the first's next change.
-        if self.team.same(path.exists() or shard < self.added):
+        if self.team.same(shard < self.added or self._is_made(path, side, position, sequence)):
             return
         loaded = self.models.open(side)
-        members = self._sequences(shard)
-        places = torch.arange(0, self.token_ids.shape[1], self.options.stride)
         kept, lookback, late = len(places), LOOKBACK * (side == 0), self.options.lookback_layers
         rows = len(members) * kept if self.team.keeps else 0
         # In one piece: pieces of a megabyte or two would lie among what passes, and leave holes.
@@ -254,9 +273,20 @@ class _Run:
                 tensors[name][start * kept :][: len(part)] = part
         if not self.team.keeps:
             return
-        tensors["position"] = places.repeat(len(members))
-        tensors["sequence"] = torch.tensor(members).repeat_interleave(kept)
+        tensors |= {"position": position, "sequence": sequence}
         artifacts.write(path, "dump", tensors, {"model": loaded.signature.to_json()}, private=True)
+
+    def _is_made(self, path: Path, side: int, position: Tensor, sequence: Tensor) -> bool:
+        """Return whether a shard's rows of some tokens [n] are there; damaged ones are not."""
+        if not path.exists():
+            return False
+        name, model = (("source", self.models.source), ("target", self.models.target))[side]
+        late = () if side else self.options.lookback_layers
+        try:
+            _, *found = load_side(path, name, model, late)
+        except UsageError:
+            return False
+        return all(map(torch.equal, found, (position, sequence)))
 
     def add_moments(self, shard: int) -> None:
         """Add a shard's rows to the moments; without a dump, keep it until they are on disk."""

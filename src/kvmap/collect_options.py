@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvmap.calibration_files import Scope
-from kvmap.columns import first_and_middle
+from kvmap.columns import LOOKBACK, first_and_middle
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry
 
@@ -58,11 +58,11 @@ class CollectOptions:
         return Scope(self.heads, self.joint, self.layers, self.lookback_layers)
 
 
-def check_options(options: CollectOptions, token_ids: Tensor) -> None:
-    """Check that a split can be made.
+def check_options(options: CollectOptions, sequences: int, length: int) -> None:
+    """Check that N sequences of T tokens give a calibration.
 
     Raises:
-        UsageError: Too few sequences, or a share out of range.
+        UsageError: Too few sequences or tokens, or a share out of range.
     """
     if not 0 < options.held_out < 1:
         raise UsageError(f"--held-out is {options.held_out}, expected a share between 0 and 1")
@@ -75,10 +75,16 @@ def check_options(options: CollectOptions, token_ids: Tensor) -> None:
         )
     if options.stride < 1 or options.native_head < 0:
         raise UsageError("--stride must be at least 1 and --native-head at least 0")
-    if token_ids.shape[0] < 2:
+    if sequences < 2:
         raise UsageError(
-            f"found {token_ids.shape[0]} sequences of {token_ids.shape[1]} tokens, "
+            f"found {sequences} sequences of {length} tokens, "
             "expected at least 2; give more text or a smaller --length"
+        )
+    last = (length - 1) // options.stride * options.stride
+    if length <= LOOKBACK or last < options.native_head:
+        raise UsageError(
+            f"of {length} tokens, one in {options.stride} kept, none is left after the first "
+            f"{max(options.native_head, LOOKBACK)}; give a larger --length or a smaller --stride"
         )
 
 

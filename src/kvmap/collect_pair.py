@@ -179,8 +179,20 @@ def _check_memory(shapes: tuple[Geometry, Geometry], options: CollectOptions) ->
     Raises:
         UsageError: Saying what to do instead.
     """
+    check_layers(shapes, options.layers)
+    if problem := plan.too_large(*shapes, options):
+        raise UsageError(problem)
+
+
+def check_layers(
+    shapes: tuple[Geometry, Geometry], layers: tuple[tuple[int, ...], ...] | None
+) -> None:
+    """Check that a choice of layers is of a pair.
+
+    Raises:
+        UsageError: It is of another one.
+    """
     source, target = shapes
-    layers = options.layers
     if layers is not None and (
         len(layers) != target.layers or max(map(max, layers)) >= source.layers
     ):
@@ -188,8 +200,6 @@ def _check_memory(shapes: tuple[Geometry, Geometry], options: CollectOptions) ->
             f"found --layers of {len(layers)} target layers, expected {target.layers} that read "
             f"source layers below {source.layers}; choose them for this pair"
         )
-    if problem := plan.too_large(*shapes, options):
-        raise UsageError(problem)
 
 
 def _weight_bytes(names: tuple[str, str], loading: Loading) -> tuple[int, int]:

@@ -46,21 +46,9 @@ def check_pair(cmap: CacheMap, source: LoadedModel | None, target: LoadedModel |
     Raises:
         UsageError: One is another model, or the map's header says of it what is not so.
     """
-    for side, expected, loaded in (
-        ("source", cmap.source, source),
-        ("target", cmap.target, target),
-    ):
-        if loaded is not None and loaded.signature.digest != expected.digest:
-            raise UsageError(
-                f"the map's {side} is {expected.name} (digest {expected.digest[:12]}), found "
-                f"{loaded.signature.name} (digest {loaded.signature.digest[:12]}); "
-                "fit a map for this pair"
-            )
-        if loaded is not None and not expected.geometry.same_cache(loaded.signature.geometry):
-            raise UsageError(
-                f"the map's header and {loaded.signature.name} differ in the cache's shape or in "
-                "RoPE; the map is damaged or was made with another transformers: fit it again"
-            )
+    for side, loaded in (("source", source), ("target", target)):
+        if loaded is not None:
+            cmap.check_model(side, loaded.signature)
 
 
 def handoff(
@@ -72,8 +60,8 @@ def handoff(
         source_cache: The source's, of at least the first T - tail tokens.
 
     Raises:
-        UsageError: The source's cache holds other tokens, too few, or out of order, or the tokens
-            are not of the target's vocabulary.
+        UsageError: The source's cache is not of its shape or holds other tokens, too few, or out
+            of order, or the tokens are not of the target's vocabulary, or more than it reads.
     """
     target.require_tokens(token_ids)
     clock = LapClock(target.device)
@@ -102,21 +90,22 @@ def map_context(
         room: The target's cache of T tokens, whose front is written and returned.
 
     Raises:
-        UsageError: The source's cache holds other tokens, too few, or out of order, or the tokens
-            are not of the target's vocabulary.
+        UsageError: The source's cache is not of its shape or holds other tokens, too few, or out
+            of order, or the tokens are not of the target's vocabulary.
     """
     check_pair(cmap, None, lowest)
+    lowest.require_tokens(token_ids)
+    check_shapes(source_cache, cmap.source, "the source's cache")
     tokens, head = token_ids.shape[-1], cmap.options.native_head
     stop = tokens - cmap.options.tail_length(tokens)
     if source_cache.tokens < stop:
         raise UsageError(
             f"the source's cache has {source_cache.tokens} tokens, expected at least {stop}"
         )
-    lowest.require_tokens(token_ids)
     _check_tokens("source's cache", source_cache, token_ids, stop, "prefill the source")
     if min(head, stop):
         _check_head("source's", source_cache)
-    read = replace(source_cache.slice(0, stop), token_ids=token_ids[:, :stop])
+    read = replace(source_cache.slice(0, stop), token_ids=token_ids[:, :stop].long())
     if stop <= head:
         return allocate(cmap.target.geometry, read.slice(0, 0).to(lowest.device), lowest.dtype)
     return map_middle(cmap, lowest, read, clock, room and room.slice(0, stop))
@@ -141,14 +130,14 @@ def finish(
         UsageError: The mapped cache is not the target's or not of these tokens, or they are not of
             its vocabulary, or more than it reads.
     """
-    stop = mapped.tokens
+    target.require_tokens(token_ids)
     check_shapes(mapped, target.signature, "the mapped cache")
+    stop = mapped.tokens
     if stop >= token_ids.shape[-1]:
         raise UsageError(
             f"the mapped cache has {stop} tokens, expected fewer than the context's "
             f"{token_ids.shape[-1]}: the target must run the last ones"
         )
-    target.require_tokens(token_ids)
     _check_tokens("mapped cache", mapped, token_ids, stop, "map the context")
     if native_head < 0 or 0 < stop <= native_head:
         raise UsageError(
@@ -157,9 +146,10 @@ def finish(
         )
     if min(native_head, stop):
         _check_head("mapped", mapped)
-    _check_reach(target, mapped, token_ids)
+    end = int(mapped.positions[:, -1].max()) + 1 if stop else 0
+    check_reach(target, end + token_ids.shape[-1] - stop)
     clock = clock or LapClock(target.device)
-    token_ids = token_ids.to(target.device)
+    token_ids = token_ids.to(target.device, torch.int64)
     if room is None:
         room = _empty(target, token_ids)
         mapped.copy_to(room)
@@ -179,7 +169,7 @@ def finish(
 
 def _empty(target: LoadedModel, token_ids: Tensor) -> KVCache:
     """Return the target's cache of a context, to be filled; its positions are not set."""
-    positions = torch.zeros_like(token_ids, device=target.device)
+    positions = torch.zeros_like(token_ids, device=target.device, dtype=torch.int64)
     return empty_cache(target.signature.geometry, positions, target.dtype, target.places)
 
 
@@ -229,13 +219,13 @@ def _check_head(what: str, cache: KVCache) -> None:
 
 
 def _check_tokens(what: str, cache: KVCache, token_ids: Tensor, stop: int, remedy: str) -> None:
-    if token_ids.dim() != 2 or token_ids.shape[0] != cache.positions.shape[0]:
+    if token_ids.shape[0] != cache.positions.shape[0]:
         raise UsageError(
             f"found tokens {list(token_ids.shape)}, expected [{cache.positions.shape[0]}, tokens] "
             f"as of the {what}"
         )
-    known = cache.token_ids
-    if known is not None and not torch.equal(known[:, :stop].cpu(), token_ids[:, :stop].cpu()):
+    known, given = cache.token_ids, token_ids[:, :stop].cpu().long()
+    if known is not None and not torch.equal(known[:, :stop].cpu().long(), given):
         raise UsageError(f"the {what} was made from other tokens than this context; {remedy} again")
     _check_positions(what, cache.slice(0, stop), remedy)
 
@@ -257,10 +247,13 @@ def _check_positions(what: str, cache: KVCache, remedy: str) -> None:
         )
 
 
-def _check_reach(target: LoadedModel, mapped: KVCache, token_ids: Tensor) -> None:
-    """Check that the target reads as far as the context goes, wherever that begins."""
-    most, rest = target.signature.geometry.max_positions, token_ids.shape[-1] - mapped.tokens
-    end = rest + (int(mapped.positions[:, -1].max()) + 1 if mapped.tokens else 0)
+def check_reach(target: LoadedModel, end: int) -> None:
+    """Check that the target reads as far as position `end`, where a context has ended.
+
+    Raises:
+        UsageError: It does not.
+    """
+    most = target.signature.geometry.max_positions
     if most and end > most:
         raise UsageError(
             f"the context ends at position {end - 1}, but {target.signature.name} reads positions "

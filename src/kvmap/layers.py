@@ -141,4 +141,15 @@ def load_layers(
             raise ValueError("a target layer reads nothing, or one source layer twice")
         if operator.index(artifact.metadata["k"]) != max(map(len, layers)):
             raise ValueError("k is not the number of layers read")
+        tried_scores(artifact.metadata)
     return LayerScores(*tables), layers, artifact.metadata
+
+
+def tried_scores(metadata: dict[str, Any]) -> dict[int, float]:
+    """Return the held-out R² of every k that was tried, of those that have one.
+
+    Raises:
+        ValueError: Or whatever else a record of another form raises.
+    """
+    tried = metadata.get("tried", {})
+    return {int(k): float(r2) for k, r2 in tried.items() if r2 is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvmap import header
 from kvmap.affine import Affine
 from kvmap.columns import KINDS
 from kvmap.errors import UsageError
@@ -20,6 +21,8 @@ def check_weights(made: CacheMap, path: Path | str) -> None:
     Raises:
         UsageError: Naming the first part that is not as it should be.
     """
+    with header.sound(path, "map"):
+        _check_means(made.provenance.get("r2") or {})
     source, target = made.source.geometry, made.target.geometry
     for name, table in made.r2.items():
         if table.shape != (target.layers, target.kv_heads):
@@ -54,6 +57,18 @@ def check_weights(made: CacheMap, path: Path | str) -> None:
                         f"{path}: layer {index}'s {kind} {name} is {found}, "
                         f"expected {expected}; fit the map again"
                     )
+
+
+def _check_means(r2: dict[str, dict[str, float | None]]) -> None:
+    """Check the means by split and kind, which a report repeats.
+
+    Raises:
+        ValueError: Or whatever else a record of another form raises.
+    """
+    for split, means in r2.items():
+        for kind in KINDS:
+            if means[kind] is not None and type(means[kind]) not in (int, float):
+                raise ValueError(f"the R² of {split} {kind}s is no number")
 
 
 def _check_inputs(made: CacheMap, path: Path | str) -> None:

@@ -32,6 +32,8 @@ from kvmap.geometry import Signature
 from kvmap.map_checks import check_weights
 from kvmap.map_options import MapOptions
 
+EMPTY = "the cache to map has no tokens, expected one at least; let the source read a text first"
+
 
 @dataclass(frozen=True)
 class CacheMap:
@@ -81,6 +83,24 @@ class CacheMap:
         )
         return replace(self, layers=layers)
 
+    def check_model(self, side: str, found: Signature) -> None:
+        """Check that a model is the map's "source" or "target", by digest and shape of its cache.
+
+        Raises:
+            UsageError: It is another, or the map's header says of it what is not so.
+        """
+        expected = getattr(self, side)
+        if found.digest != expected.digest:
+            raise UsageError(
+                f"the map's {side} is {expected.name} (digest {expected.digest[:12]}), found "
+                f"{found.name} (digest {found.digest[:12]}); fit a map for this pair"
+            )
+        if not expected.geometry.same_cache(found.geometry):
+            raise UsageError(
+                f"the map's header and {found.name} differ in the cache's shape or in RoPE; the "
+                "map is damaged or was made with another transformers: fit it again"
+            )
+
     def apply(
         self,
         cache: KVCache,
@@ -94,20 +114,19 @@ class CacheMap:
             cache: The source's; keys rotated, [B, H_s, T, D_s].
             first: The target's own lowest layers for the same tokens, rotated keys and values
                 [B, H_t, T, D_t] of layer 0, then of layer 1, as many as `options.read_layers`.
-            out: Written and returned instead of a new cache of the source's dtype.
+            out: Written and returned instead of a new cache of the source's dtype; of as many
+                sequences and tokens.
             before: The source's cache of the tokens before these, `options.lookback` of them or
                 as many as there are, all layers or `options.lookback_layers` alone; None where the
                 context begins.
 
         Raises:
-            UsageError: The cache is not of the source's shape, or `first` is missing.
+            UsageError: The cache has no tokens, `first` is missing, or one of these is not of its
+                model's shape.
         """
-        check_shapes(cache, self.source, "the cache to map")
-        if self.needs_target and first is None:
-            raise UsageError(
-                "this map reads the target's own first layer; pass the target model, or fit with "
-                "`--no-anchor --no-exact-first`"
-            )
+        _check_source(self, cache)
+        _check_first(self, cache, first)
+        _check_others(self, cache, out, before)
         cache = cache.to(cache.keys[0].device)  # a model may have it on several
         out = out or engine.allocate(self.target.geometry, cache)
         engine.apply(self, cache, first, out, before)
@@ -122,6 +141,9 @@ class CacheMap:
     ) -> Any:
         """Map a transformers cache and return one that the target's `generate` takes.
 
+        The native head and tail are not run, which `kvmap.handoff.handoff` does: a map with a
+        native head maps the first tokens badly.
+
         Args:
             cache: The source's DynamicCache, or a KVCache.
             positions: [B, T] absolute; 0..T-1 if not given.
@@ -129,17 +151,22 @@ class CacheMap:
             token_ids: [B, T], for the target's first layer; a KVCache has its own.
 
         Raises:
-            UsageError: The target's first layer is needed, and the target or the tokens are
-                missing.
+            UsageError: The cache is empty or not of the source's shape, the target is not the
+                map's, or its first layer is needed, and the target or the tokens are missing.
         """
         from kvmap.models import from_dynamic_cache, lowest_layers, to_dynamic_cache
 
+        if target is not None:
+            self.check_model("target", target.signature)
         if not isinstance(cache, KVCache):
+            if not cache.get_seq_length():
+                raise UsageError(EMPTY)
             batch, _, tokens, _ = cache.layers[0].keys.shape
             if positions is None:
                 places = torch.arange(tokens, device=cache.layers[0].keys.device)
                 positions = places[None].expand(batch, -1)
             cache = from_dynamic_cache(cache, positions, token_ids, None)
+        _check_source(self, cache)
         first = None
         if self.needs_target and target is not None:
             if cache.token_ids is None:
@@ -189,6 +216,48 @@ class CacheMap:
             made = cls(source, target, layers, options, dict(data["provenance"]), r2)
         check_weights(made, path)
         return made
+
+
+def _check_source(cmap: CacheMap, cache: KVCache) -> None:
+    check_shapes(cache, cmap.source, "the cache to map")
+    if not cache.tokens:
+        raise UsageError(EMPTY)
+
+
+def _check_first(cmap: CacheMap, cache: KVCache, first: FirstLayer | None) -> None:
+    """Check the target's own lowest layers, where the map reads them."""
+    count = cmap.options.read_layers
+    if count and first is None:
+        raise UsageError(
+            "this map reads the target's own first layer; pass the target model, or fit with "
+            "`--no-anchor --no-exact-first`"
+        )
+    if count:
+        keys, values = (tuple(first[at : 2 * count : 2]) for at in (0, 1))
+        own = KVCache(keys, values, cache.positions)
+        check_shapes(own, cmap.target, "the target's own lowest layers", count)
+
+
+def _check_others(
+    cmap: CacheMap, cache: KVCache, out: KVCache | None, before: KVCache | None
+) -> None:
+    """Check the cache to write and that of the tokens before, where they are given."""
+    found, late = cache.positions.shape, len(cmap.options.lookback_layers)
+    if out is not None:
+        check_shapes(out, cmap.target, "the cache to write")
+        if out.positions.shape != found:
+            raise UsageError(
+                f"the cache to write is for {list(out.positions.shape)} sequences and tokens, "
+                f"expected {list(found)} as of the cache to map"
+            )
+    if before is not None and cmap.options.lookback:
+        layers = late if before.layers == late else None
+        check_shapes(before, cmap.source, "the cache of the tokens before", layers)
+        if len(before.positions) != found[0]:
+            raise UsageError(
+                f"the cache of the tokens before is of {len(before.positions)} sequences, "
+                f"expected {found[0]} as of the cache to map"
+            )
 
 
 def _load_layer(artifact: Any, index: int, source_layers: tuple[int, ...]) -> LayerMap:

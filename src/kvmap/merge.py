@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvmap.calibration_files import INDEX, MOMENTS, RUN, SPLITS, TOKENS, load_mo
 from kvmap.clearing import clear
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest
+from kvmap.moments import Moments
 
 # Options that must agree: they decide which rows are kept and what the moments cover.
 MUST_AGREE = (
@@ -31,7 +33,8 @@ def merge(parts: list[Calibration], out: Path, force: bool = False) -> Calibrati
     """Fill a folder with the union of calibrations and return it.
 
     Raises:
-        UsageError: The parts are of other models, options or lengths, or share their text.
+        UsageError: The parts are of other models, options or lengths, share their text, or are
+            not sound; nothing is left in the folder then.
     """
     if len(parts) < 2:
         raise UsageError(f"found {len(parts)} calibration to merge, expected at least 2")
@@ -41,13 +44,18 @@ def merge(parts: list[Calibration], out: Path, force: bool = False) -> Calibrati
     held_out = torch.cat([part.sequences["held_out"] for part in parts])
     if len(token_ids.unique(dim=0)) < len(token_ids):
         raise UsageError("the calibrations share sequences; merge runs over different text")
+    merged = _merged_moments(parts) if parts[0].index["options"]["moments"] else None
     _start(parts, out, force)
     record = {"merged": [part.index["text"] for part in parts]}
     tensors = {"token_ids": token_ids, "held_out": held_out}
     artifacts.write(out / TOKENS, "tokens", tensors, {"text": record}, private=True)
-    index = _index(parts, record, token_ids) | _copy_rows(parts, out)
-    if parts[0].index["options"]["moments"]:
-        _merge_moments(parts, out)
+    try:
+        index = _index(parts, record, token_ids) | _copy_rows(parts, out)
+    except UsageError:
+        clear(out)
+        raise
+    if merged is not None:
+        save_moments(out / MOMENTS, *merged)
     artifacts.write_json(out / INDEX, index, private=True)
     (out / RUN).unlink()
     return Calibration.open(out)
@@ -116,11 +124,15 @@ def _copy(path: Path, copy: Path, first_sequence: int) -> None:
     artifacts.write(copy, "dump", tensors, artifact.metadata, private=True)
 
 
-def _merge_moments(parts: list[Calibration], out: Path) -> None:
+def _merged_moments(parts: list[Calibration]) -> tuple[dict[str, Moments], dict[str, Any]]:
     """Add up the parts' moments, no more than two of them in memory."""
-    merged, metadata = load_moments(parts[0].path / MOMENTS)
-    for part in parts[1:]:
-        other, _ = load_moments(part.path / MOMENTS)
+    read = [
+        partial(load_moments, part.path / MOMENTS, (part.source, part.target), part.scope)
+        for part in parts
+    ]
+    merged, metadata = read[0]()
+    for other in read[1:]:
+        found, _ = other()
         for split in SPLITS:
-            merged[split].merge(other[split])
-    save_moments(out / MOMENTS, merged, metadata)
+            merged[split].merge(found[split])
+    return merged, metadata

@@ -30,8 +30,9 @@ from kvmap.fit.frontier import Point, frontier
 from kvmap.fit.job import Opener, splits
 from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.polish import PolishOptions, polish
+from kvmap.fit.recipes import require_mapped
 from kvmap.geometry import json_digest
-from kvmap.layers import load_layers, save_layers
+from kvmap.layers import load_layers, save_layers, tried_scores
 from kvmap.mapping import CacheMap
 
 T = TypeVar("T")
@@ -83,7 +84,11 @@ def open_finished(path: Path) -> Calibration | None:
 def cached_layers(
     calibration: Calibration, recipe: Recipe, method: str, path: Path | None
 ) -> tuple[Choice, Path, bool]:
-    """Return the choice of layers, its file, and whether it was there already."""
+    """Return the choice of layers, its file, and whether it was there already.
+
+    Args:
+        path: Where to write it, whatever is there; None takes the cache folder, and what it has.
+    """
     recipe = _completed(recipe, calibration)
     wanted = {
         "k": recipe.k,
@@ -92,12 +97,10 @@ def cached_layers(
         "options": asdict(recipe.options),
     }
     key = json_digest([calibration.digest, wanted])
-    path = path or cache_folder() / "layers" / f"{key[:24]}.safetensors"
-    if known := sound_or_none(load_layers, path):
-        scores, layers, metadata = known
-        if metadata.get("key") == key:
-            tried = {int(k): v for k, v in metadata["tried"].items() if v is not None}
-            return Choice(scores, layers, metadata["k"], tried), path, True
+    if path is None:
+        path = cache_folder() / "layers" / f"{key[:24]}.safetensors"
+        if known := sound_or_none(partial(_known_choice, calibration, key), path):
+            return known, path, True
     choice = select_layers(splits(calibration, recipe.options.native_head), recipe, method)
     atomic.make_folder(path.parent)
     tried = {str(k): None if v != v else v for k, v in choice.tried.items()}
@@ -110,6 +113,19 @@ def cached_layers(
     }
     save_layers(path, choice.scores, choice.layers, record)
     return choice, path, False
+
+
+def _known_choice(calibration: Calibration, key: str, path: Path) -> Choice | None:
+    """Return the choice that a file holds, None where it was made of something else.
+
+    Raises:
+        UsageError: It is not sound, or not of this pair's layers.
+    """
+    scores, layers, metadata = load_layers(path)
+    if metadata.get("key") != key:
+        return None
+    _check_layers(calibration, layers)
+    return Choice(scores, layers, metadata["k"], tried_scores(metadata))
 
 
 def _completed(recipe: Recipe, calibration: Calibration) -> Recipe:
@@ -158,12 +174,7 @@ def fit_map(
     """
     recipe = _completed(recipe, calibration)
     _check_layers(calibration, layers)
-    depth = calibration.target.geometry.layers
-    if recipe.options.exact_layers >= depth:
-        raise UsageError(
-            f"--native-layers {recipe.options.exact_layers} leaves nothing to map: "
-            f"{calibration.target.name} has {depth} layers; give fewer"
-        )
+    require_mapped(recipe.options, calibration.target.geometry)
     named = (calibration.source.name, calibration.target.name)
     openers = openers or tuple(partial(models.load, name) for name in named)
     job = fit.Job(calibration, layers, recipe, openers, progress)

@@ -14,9 +14,10 @@ import torch
 from kvmap import fit, models, plan
 from kvmap.calibration import Calibration
 from kvmap.chosen import near_layers
-from kvmap.collect_options import CollectOptions
-from kvmap.collect_pair import Loading, TextOptions, with_scope
+from kvmap.collect_options import CollectOptions, check_options
+from kvmap.collect_pair import Loading, TextOptions, check_layers, with_scope
 from kvmap.errors import UsageError
+from kvmap.fit.recipes import require_mapped
 from kvmap.fit_pair import FitRequest, counts_to_try, of_layers, refuse_greedy
 from kvmap.fit_stages import FitSize, ModelSize, stages
 from kvmap.footprint import apart_bytes
@@ -79,10 +80,13 @@ def plan_models(
         request: Of a fit. Without one, two passes are those of the default recipe.
 
     Raises:
-        UsageError: Two passes cannot do what is asked.
+        UsageError: Two passes cannot do what is asked, or a collection or a fit would refuse it.
     """
     wanted = request or FitRequest(fit.recipe(fit.DEFAULT_RECIPE))
     kept = with_scope(options, shapes, request and request.recipe)
+    check_options(kept, text.sequences, text.length)
+    check_layers(shapes, kept.layers)
+    require_mapped(wanted.recipe.options, shapes[1])
     said = plan.two_passes(*shapes, with_scope(options, shapes, wanted.recipe), wanted.recipe.k)
     passes = {}
     if said and wanted.layers:
@@ -136,6 +140,7 @@ def calibration_plan(
     moments = plan.moments_bytes(*shapes, scope)
     kept = {name: recorded[name] for name in ("stride", "held_out", "shard") if name in recorded}
     options, grid = CollectOptions(**vars(scope), **kept), (index["sequences"], index["length"])
+    require_mapped(request.recipe.options, shapes[1])
     k = _most_layers(request, shapes, grid, options)
     names = (calibration.source.name, calibration.target.name)
     sizes = tuple(_size_by_name(name, loading) for name in names)

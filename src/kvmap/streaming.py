@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import torch
 
-from kvmap.cache import KVCache
+from kvmap.cache import KVCache, check_shapes
 from kvmap.engine import empty_cache, prepare
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry
-from kvmap.handoff import Handoff, LapClock, check_pair, map_middle
+from kvmap.handoff import Handoff, LapClock, check_pair, check_reach, map_middle
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
@@ -52,12 +52,17 @@ class StreamingMap:
     @property
     def cache(self) -> KVCache:
         """The target's cache of all tokens so far, as views that a crop may overwrite."""
-        if self.room is None:
+        if not self.tokens:
             raise UsageError("nothing has been read yet; append the source's cache first")
         return self.room.slice(0, self.tokens)
 
     def follow(self, source_cache: KVCache) -> None:
-        """Map what the source's whole cache holds beyond what has been mapped."""
+        """Map what the source's whole cache holds beyond what has been mapped.
+
+        Raises:
+            UsageError: As `append` says.
+        """
+        check_shapes(source_cache, self.cmap.source, "the source's cache")
         if source_cache.tokens > self.tokens:
             self.append(source_cache.slice(self.tokens, source_cache.tokens))
 
@@ -65,8 +70,9 @@ class StreamingMap:
         """Map the next tokens of the source's cache.
 
         Raises:
-            UsageError: They do not follow on what was read, or their token ids are missing or not
-                of the target's vocabulary.
+            UsageError: They are not of the source's shape, do not follow on what was read or go
+                beyond what the target reads, or their token ids are missing or not of its
+                vocabulary.
         """
         self._check(chunk)
         stop = self.tokens + chunk.tokens
@@ -89,8 +95,16 @@ class StreamingMap:
         self.tokens = stop
 
     def _check(self, chunk: KVCache) -> None:
+        check_shapes(chunk, self.cmap.source, "the chunk")
         if chunk.token_ids is None or chunk.mask is not None:
             raise UsageError("a session takes caches with token ids and without padding")
+        batch = len(chunk.positions)
+        if self.room is not None and batch != len(self.room.positions):
+            raise UsageError(
+                f"the chunk is of {batch} sequences, expected {len(self.room.positions)} as of "
+                "those before; start a session for each batch"
+            )
+        check_reach(self.target, self.tokens + chunk.tokens)
         self.target.require_tokens(chunk.token_ids)
         wanted = torch.arange(self.tokens, self.tokens + chunk.tokens)
         if not bool((chunk.positions.cpu() == wanted).all()):
@@ -148,6 +162,9 @@ class StreamingMap:
         """Let the target run the last tokens itself and return its cache and logits.
 
         The session then holds the target's own entries for them.
+
+        Raises:
+            UsageError: Nothing has been read.
         """
         token_ids = self.cache.token_ids
         clock = LapClock(self.target.device)

@@ -56,7 +56,9 @@ def bench_fit(
     moments = _moments(shapes, recipe)
     rows = _drawn(shapes, recipe.options.lookback_layers, options.seed)
     accumulate = timings(
-        lambda: {"update": clock.timed(lambda: moments.update(rows))[1]}, options.budget
+        lambda: {"update": clock.timed(lambda: moments.update(rows))[1]},
+        options.budget,
+        options.repeats,
     )["update"].median
     stride = CollectOptions().stride
     splits = Splits(_well_posed(moments), moments, *shapes)

@@ -110,20 +110,21 @@ def run(
     ignored.in_bench(typed, random_weights or only == "fit")
     jobs = bench.jobs_of(map_file, pair or PAIR, both, recipe)
     bench.check_lengths(jobs, contexts, trust_remote_code)
+    _check(against, plot, random_weights, map_file, force)
+    asked = _bench_options(budget, repeats, seed, cpu_time)
+    part = inputs.one_of("--only", only, *bench.PARTS)
+    if part and (plot is not None or against != "hf" or min_speedup is not None):
+        raise UsageError("--only goes without --plot, --against and --min-speedup")
     if dry_run:
         rows = bench.plan(jobs, contexts, loading)
         out.document({"plan": rows}, lambda: plan_text(rows))
         return
-    _check(against, plot, random_weights, map_file, force)
-    asked = _bench_options(budget, repeats, seed, cpu_time)
-    if inputs.one_of("--only", only, *bench.PARTS):
-        if plot is not None or against != "hf" or min_speedup is not None:
-            raise UsageError("--only goes without --plot, --against and --min-speedup")
+    if part:
         with out.progress() as progress:
             document = bench.bench_only(
-                only, jobs, contexts, loading, asked, random_weights, progress
+                part, jobs, contexts, loading, asked, random_weights, progress
             )
-        out.document(document, lambda: part_text(document, only))
+        out.document(document, lambda: part_text(document, part))
         return
     measure = bench.bench_shapes if random_weights else bench.bench_maps
     with out.progress() as progress:

@@ -133,7 +133,10 @@ def run(
     from kvmap.evaluate.report import report_files
 
     out = Output(as_json, quiet)
-    for path in (*(report_files(output) if output else ()), *filter(None, (html,))):
+    reports = report_files(output) if output else ()
+    if html is not None and html.resolve() in {path.resolve() for path in reports}:
+        raise UsageError(f"{html}: is where the report goes; choose another path with --html")
+    for path in (*reports, *filter(None, (html,))):
         inputs.refuse_inputs(path, cmap, alternate, messages)
         refuse_overwrite(path, force)
     asked = inputs.given(

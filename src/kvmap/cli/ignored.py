@@ -128,6 +128,9 @@ def in_collect(asked: Asked, merge: bool, moments: bool) -> None:
     Raises:
         UsageError: One would be ignored.
     """
+    if asked.get("--no-joint") and asked["--no-dump"]:
+        why = "is of rows or joint moments, and neither is kept; leave it out"
+        refuse(asked, ["--lookback-layers"], why)
     if merge:
         refuse(asked, asked, "is what merged calibrations have already; leave it out")
     if not moments:

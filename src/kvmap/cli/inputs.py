@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvmap.cli.options import MOST
 from kvmap.errors import UsageError
 
 if TYPE_CHECKING:
@@ -123,11 +124,11 @@ def at_least(name: str, value: int | None, least: int) -> int | None:
     """Check a number.
 
     Raises:
-        UsageError: It is too small.
+        UsageError: It is too small, or larger than any count.
     """
     if value is not None and value < least:
         raise UsageError(f"found {name} {value}, expected at least {least}")
-    return value
+    return between(name, value, least, MOST)
 
 
 def one_of(name: str, text: str | None, *known: str) -> str | None:

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+MOST = 10**9  # of what is counted: more is a slip of the finger
+
 
 def number(text: str) -> float:
     """Read a finite number: NaN is below no floor and would let everything pass."""
@@ -76,15 +78,21 @@ Dataset = Annotated[
 ]
 Sequences = Annotated[
     int | None,
-    typer.Option("--sequences", metavar="N", min=1, help="Sequences to read. [default: 500]"),
+    typer.Option(
+        "--sequences", metavar="N", min=1, max=MOST, help="Sequences to read. [default: 500]"
+    ),
 ]
 Length = Annotated[
     int | None,
-    typer.Option("--length", metavar="TOKENS", min=1, help="Tokens of each. [default: 1024]"),
+    typer.Option(
+        "--length", metavar="TOKENS", min=1, max=MOST, help="Tokens of each. [default: 1024]"
+    ),
 ]
 Stride = Annotated[
     int | None,
-    typer.Option("--stride", metavar="N", min=1, help="Keep every Nth token. [default: 4]"),
+    typer.Option(
+        "--stride", metavar="N", min=1, max=MOST, help="Keep every Nth token. [default: 4]"
+    ),
 ]
 HeldOut = Annotated[
     float | None,

@@ -3,10 +3,13 @@
 Standard output carries data alone: a report, one JSON document, or the path of what was
 written. Progress, hints and errors go to standard error; bars only when that is a terminal.
 Nothing is folded or padded to a terminal's width, so that output reads the same in a pipe.
+Names and texts come from files and may hold anything: no control character but a tab or the end
+of a line reaches the terminal, colours of our own apart.
 """
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +20,9 @@ from typing import Any
 from kvmap.header import without_nan
 
 Progress = Callable[[str, int, int], None]
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and ends of lines
+COLOUR = re.compile(r"\x1b\[([34]8;5;\d{1,3}|0)m")  # as `heat` writes it
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,10 @@ class Output:
         """Print `data` as one JSON document, or else the text made for people."""
         if self.as_json:
             plain = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
-            print(json.dumps(without_nan(data), indent=2, ensure_ascii=plain, allow_nan=False))
+            made = json.dumps(without_nan(data), indent=2, ensure_ascii=plain, allow_nan=False)
+            print(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", made))
         else:
-            print(text())
+            print(_harmless(text(), self.stdout_colour))
 
     def result(self, path: Path | str, document: Any) -> None:
         """Print the path of what was written, for the next command, or all about it as JSON."""
@@ -51,7 +58,7 @@ class Output:
     def note(self, text: str) -> None:
         """Tell people something that is not data."""
         if not self.quiet:
-            _say(text)
+            _say(_harmless(text, self.colour))
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -83,6 +90,25 @@ def printable(text: str) -> str:
     """Spell out what moves the cursor or colours: names come from files, and may hold anything."""
     return "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
+
+
+def printable_data(data: Any) -> Any:
+    """Copy JSON-like data with its texts and keys spelt out, each in one line; see `printable`."""
+    if isinstance(data, dict):
+        return {printable(str(key)): printable_data(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [printable_data(value) for value in data]
+    return printable(data) if isinstance(data, str) else data
+
+
+def _harmless(text: str, colour: bool) -> str:
+    """Spell out what moves the cursor, in texts of several lines; `heat`'s colours may stay."""
+    return CONTROLS.sub(
+        lambda found: (
+            found[0] if colour and COLOUR.match(text, found.start()) else printable(found[0])
+        ),
+        text,
     )
 
 

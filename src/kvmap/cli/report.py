@@ -7,7 +7,7 @@ import typer
 
 from kvmap.cli import options
 from kvmap.cli.layout import RATIOS, spread
-from kvmap.cli.output import Output, figure, table
+from kvmap.cli.output import Output, figure, printable_data, table
 
 EXAMPLES = (
     "kvmap report paper.report cachebridge.report kvmap.report",
@@ -26,11 +26,12 @@ def run(
     from kvmap.header import sound
 
     loaded = [(str(path), Report.load(path).figures) for path in reports]
-    for path, one in zip(reports, loaded, strict=True):
+    spelt = printable_data(loaded)
+    for path, one in zip(reports, spelt, strict=True):
         with sound(path, "report"):
             compare([one])
     document = {"reports": [{"report": name, **figures} for name, figures in loaded]}
-    Output(as_json).document(document, lambda: compare(loaded))
+    Output(as_json).document(document, lambda: compare(spelt))
 
 
 def compare(reports: list[tuple[str, dict[str, Any]]]) -> str:

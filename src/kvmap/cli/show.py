@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvmap.cli import layout, options
-from kvmap.cli.output import Output, amount, figure, heat, printable, table
+from kvmap.cli.output import Output, amount, figure, heat, printable_data, table
 
 EXAMPLES = ("kvmap show m-l.map", "kvmap show m-l.layers --json")
 
@@ -25,7 +25,7 @@ def run(file: File, as_json: options.Json = False) -> None:
     kind, out = peek(file), Output(as_json)
     with sound(file, kind):
         found = _calibration(file) if kind == "calibration" else _artifact(file)
-        text = "\n\n".join(_parts(found, out.stdout_colour))
+        text = "\n\n".join(_parts(printable_data(found), out.stdout_colour))
     out.document(found, lambda: text)
 
 
@@ -82,6 +82,9 @@ def _calibration(path: Path) -> dict[str, Any]:
 
 
 def _parts(found: dict[str, Any], colour: bool) -> list[str]:
+    from kvmap.evaluate.evidence import evidence_path
+    from kvmap.header import sound
+
     head = f"{found['file']}: {found['kind']}"
     if "bytes" in found:
         head += f", {amount(found['bytes'])}"
@@ -89,7 +92,9 @@ def _parts(found: dict[str, Any], colour: bool) -> list[str]:
     if "chosen" in found:
         parts.append(heat(found["held_out_r2"], found["chosen"], colour))
     if "evidence" in found:
-        parts += [predicted(found["r2"]), evidence(found["evidence"])]
+        with sound(evidence_path(Path(found["file"])), "report"):
+            signed = evidence(found["evidence"])
+        parts += [predicted(found["r2"]), signed]
     if "figures" in found:
         parts.append(layout.render(found["figures"]))
     elif found.get("tensors"):
@@ -155,7 +160,7 @@ def provenance(metadata: dict[str, Any]) -> str:
     for key, value in metadata.items():
         _flatten(key, value, lines)
     width = max((len(key) for key, _ in lines), default=0)
-    return "\n".join(printable(f"{key:<{width}}  {value}") for key, value in lines)
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in lines)
 
 
 def _flatten(key: str, value: Any, lines: list[tuple[str, str]]) -> None:

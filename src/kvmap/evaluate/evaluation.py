@@ -78,6 +78,7 @@ def evaluate(
     """
     options = options or EvaluateOptions()
     check_models(cmap, source, target)
+    check_lengths(options, source, target)
     for name in options.tasks:
         check_name(name)
     asked = _asked(source, options)
@@ -106,6 +107,7 @@ def predicted(
 ) -> dict[str, Any]:
     """Return what a map is likely to retain, from a few texts; see `predict`."""
     check_models(cmap, source, target)
+    check_lengths(options, source, target)
     text = TASKS["text"](_asked(source, options, limit=predict.DOCUMENTS))
     check(text, source, target)
     pair = arms.make_pair(cmap, source, target, text.items[0].context, options.seed)
@@ -151,6 +153,21 @@ def _sample(tasks: dict[str, Task], asked: TaskOptions) -> list[Ids]:
     text = TASKS["text"](replace(asked, limit=8, lengths=()))
     check(text)
     return [item.context for item in text.items]
+
+
+def check_lengths(options: EvaluateOptions, *models: LoadedModel) -> None:
+    """Refuse contexts that no model reads, before they are written.
+
+    Raises:
+        UsageError: Saying which.
+    """
+    for signature in (loaded.signature for loaded in models):
+        most = signature.geometry.max_positions
+        if most and max(options.lengths, default=0) > most:
+            raise UsageError(
+                f"found --length {max(options.lengths)}, but {signature.name} reads at most {most} "
+                "tokens; pass a smaller one"
+            )
 
 
 def check_models(cmap: CacheMap, source: LoadedModel, target: LoadedModel) -> None:

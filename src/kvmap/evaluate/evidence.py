@@ -11,7 +11,7 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
-from kvmap import artifacts
+from kvmap import artifacts, header
 from kvmap.errors import UsageError
 from kvmap.evaluate.report import Report
 from kvmap.geometry import json_digest
@@ -29,6 +29,19 @@ FIGURES = (
     "intervals",
     "undefined",
 )
+
+
+# What else an evidence file has, and of which type what is read of it must be.
+_TYPES = {
+    "n": int,
+    "documents": int,
+    "verdict": str,
+    "intervals": dict,
+    "undefined": dict,
+    "tasks": list,
+    "cosine": dict,
+}
+_FIELDS = {*FIGURES, *_TYPES, "report_file_sha256", "figures_sha256"}
 
 
 def evidence_path(map_path: Path) -> Path:
@@ -62,12 +75,26 @@ def status(map_path: Path) -> dict[str, Any]:
         return {"state": "none", "reason": f"no evidence for this map yet; {measure} measures it"}
     try:
         found = artifacts.read_json(path, "report")
+        if found.get("map_file_sha256") == digest(map_path):
+            with header.sound(path, "report"):
+                _check(found)
+            return {**found, "state": "valid"}
     except UsageError as error:
         return {"state": "damaged", "reason": str(error)}
-    if found.get("map_file_sha256") != digest(map_path):
-        reason = f"{path}: is evidence for another map than {map_path} is now; run {measure}"
-        return {"state": "stale", "reason": reason}
-    return {"state": "valid", **found}
+    reason = f"{path}: is evidence for another map than {map_path} is now; run {measure}"
+    return {"state": "stale", "reason": reason}
+
+
+def _check(found: dict[str, Any]) -> None:
+    """Check that all that `sign` writes is there.
+
+    Raises:
+        ValueError: Something is missing, or of another type.
+    """
+    missing = sorted(_FIELDS - set(found))
+    wrong = missing or [name for name, kind in _TYPES.items() if type(found[name]) is not kind]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is missing or of another type")
 
 
 def read(map_path: Path) -> dict[str, Any] | None:

@@ -53,6 +53,11 @@ def _check(first: CacheMap, second: CacheMap) -> None:
             f"second starts at {second.source.name} (digest {second.source.digest[:12]}); "
             "give maps that meet"
         )
+    if not first.target.geometry.same_cache(second.source.geometry):
+        raise UsageError(
+            f"the maps' headers differ in the shape of {first.target.name}'s cache or in its RoPE; "
+            "one is damaged or was made with another transformers: fit it again"
+        )
     if first.needs_target:
         raise UsageError(
             f"the first map reads {first.target.name}'s own first layer, which a composed map "

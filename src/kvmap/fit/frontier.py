@@ -34,13 +34,13 @@ from kvmap.models import LoadedModel, prefill
 COUNTS = (1, 2, 4, 8)
 # Of maps of all heads, by the share of held-out error that a lower rank may add.
 RANKS = (0.01, 0.1, 0.5)
-# By joint, anchor, lookback and its layers, none for all that are kept.
+# By joint, anchor, lookback and how many of the layers kept for it are read, None for all.
 INPUTS = (
-    (False, False, 0, (0,)),
-    (False, False, 3, (0,)),
-    (True, False, 3, (0,)),
-    (True, True, 3, (0,)),
-    (True, True, 3, ()),
+    (False, False, 0, 1),
+    (False, False, 3, 1),
+    (True, False, 3, 1),
+    (True, True, 3, 1),
+    (True, True, 3, None),
 )
 SEQUENCES = 8
 CONTINUATION = 32
@@ -156,11 +156,11 @@ def _candidates(job: Job) -> Iterator[Recipe]:
     shapes = (job.splits.source, job.splits.target)
     counts = sorted({min(k, shapes[0].layers) for k in COUNTS})
     kept = job.splits.train.lookback_layers
-    inputs = INPUTS if kept != (0,) else INPUTS[:-1]
+    inputs = INPUTS if len(kept) > 1 else INPUTS[:-1]
     for heads in ("all", "matched"):
-        for joint, anchor, lookback, layers in inputs:
+        for joint, anchor, lookback, count in inputs:
             reads = {"joint": joint, "anchor": anchor, "lookback": lookback}
-            reads["lookback_layers"] = layers or kept
+            reads["lookback_layers"] = kept[:count]
             options = replace(job.recipe.options, heads=heads, assignment=(), **reads)
             complete = with_assignment(options, *shapes)
             for k, rank in product(counts, RANKS if heads == "all" else (None,)):

@@ -70,6 +70,11 @@ class Job:
                 f"{loaded.signature.name} (digest {loaded.signature.digest[:12]}); "
                 "run `kvmap collect` for this model"
             )
+        if not expected.geometry.same_cache(loaded.signature.geometry):
+            raise UsageError(
+                f"the calibration's index and {loaded.signature.name} differ in the cache's shape "
+                "or in RoPE; run `kvmap collect` again"
+            )
         return loaded
 
 

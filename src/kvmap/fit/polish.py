@@ -9,7 +9,9 @@ decides when to stop and which weights are kept; the starting map is kept where 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmap import artifacts
+from kvmap import artifacts, header
 from kvmap.errors import UsageError
 from kvmap.fit.continuation import Lesson, Readings, lesson, loss
 from kvmap.fit.coordinates import Coordinates
@@ -29,6 +31,9 @@ from kvmap.models import LoadedModel
 Models = tuple[LoadedModel, LoadedModel]
 # A cut leaves at least this share of a sequence as context.
 LEAST_CONTEXT = 0.25
+# What a checkpoint keeps of each leaf: the weights, those that were best, and Adam's moments.
+WEIGHTS = ("leaf", "best")
+ADAM = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -210,29 +215,55 @@ class _Run:
         for at, (leaf, best) in enumerate(zip(self.leaves, self.best, strict=True)):
             state = self.optimizer.state[leaf]
             tensors |= {f"{at}.leaf": leaf, f"{at}.best": best}
-            tensors |= {f"{at}.{name}": state[name] for name in ("exp_avg", "exp_avg_sq")}
+            tensors |= {f"{at}.{name}": state[name] for name in ADAM}
         history = {str(step): value for step, value in self.history.items()}
         record = {"key": self.key, "step": self.step, "history": history}
         artifacts.write(path, "polish", tensors, record)
 
     def resume(self, path: Path | None) -> None:
-        """Take up the state of an interrupted run of the same map and options."""
+        """Take up the state of an interrupted run of the same map and options.
+
+        One that is not sound is left for the next save to replace.
+        """
         if path is None or not path.exists():
             return
-        try:
+        with suppress(UsageError):
             artifact = artifacts.open_artifact(path, "polish")
-        except UsageError:  # damaged: start anew
-            return
-        if artifact.metadata.get("key") != self.key:
-            return
-        self.step = artifact.metadata["step"]
-        self.history = {int(k): v for k, v in artifact.metadata["history"].items()}
-        for at, leaf in enumerate(self.leaves):
-            read = lambda name, at=at, leaf=leaf: artifact.tensor(f"{at}.{name}").to(leaf.device)  # noqa: E731
-            leaf.data.copy_(read("leaf"))
-            self.best[at] = read("best")
-            moments = {name: read(name) for name in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[leaf] = {"step": torch.tensor(float(self.step)), **moments}
+            if artifact.metadata.get("key") == self.key:
+                self._take_up(artifact)
+
+    def _take_up(self, artifact: artifacts.Artifact) -> None:
+        """Become the run that a checkpoint is of, or change nothing.
+
+        Raises:
+            UsageError: The checkpoint is not sound.
+        """
+        with header.sound(artifact.path, "polish"):
+            step = operator.index(artifact.metadata["step"])
+            history = {int(k): float(v) for k, v in artifact.metadata["history"].items()}
+            if not history or not 0 <= max(history) <= step <= self.options.steps:
+                raise ValueError(f"step {step} of {self.options.steps}")
+        states = [
+            {name: self._read(artifact, at, name) for name in (*WEIGHTS, *ADAM)}
+            for at in range(len(self.leaves))
+        ]
+        self.step, self.history = step, history
+        for at, (leaf, state) in enumerate(zip(self.leaves, states, strict=True)):
+            leaf.data.copy_(state["leaf"])
+            self.best[at] = state["best"]
+            moments = {name: state[name] for name in ADAM}
+            self.optimizer.state[leaf] = {"step": torch.tensor(float(step)), **moments}
+
+    def _read(self, artifact: artifacts.Artifact, at: int, name: str) -> Tensor:
+        """Return a leaf's weights or moments, on its device.
+
+        Raises:
+            UsageError: They are not of the leaf's shape, or not there.
+        """
+        found, leaf = artifact.tensor(f"{at}.{name}"), self.leaves[at]
+        if (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            raise header.unusable(artifact.path, f"'{at}.{name}' is of another map", "polish")
+        return found.to(leaf.device)
 
 
 def _schedule(step: int, steps: int) -> float:

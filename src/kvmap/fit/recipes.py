@@ -101,6 +101,19 @@ def with_assignment(options: MapOptions, source: Geometry, target: Geometry) -> 
     return replace(options, assignment=head_assignment(source.kv_heads, target.kv_heads))
 
 
+def require_mapped(options: MapOptions, target: Geometry) -> None:
+    """Check that a map has layers left to map.
+
+    Raises:
+        UsageError: The target runs them all itself.
+    """
+    if options.exact_layers >= target.layers:
+        raise UsageError(
+            f"--native-layers {options.exact_layers} leaves nothing to map: the target has "
+            f"{target.layers} layers; give fewer"
+        )
+
+
 def with_lookback(made: Recipe, kept: tuple[int, ...]) -> Recipe:
     """Fill in which layers of the tokens before are read: those that are kept."""
     if made.options.lookback_layers:

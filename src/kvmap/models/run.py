@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvmap.cache import KVCache
+from kvmap.errors import UsageError
 from kvmap.models.loaded import LoadedModel
 
 
@@ -25,6 +26,9 @@ def to_dynamic_cache(cache: KVCache, loaded: LoadedModel | None = None) -> Any:
     """Return a transformers DynamicCache over the same tensors, without a copy.
 
     Layers that the model keeps on another device are copied there.
+
+    Raises:
+        UsageError: The cache has not as many layers as the model.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
@@ -33,12 +37,23 @@ def to_dynamic_cache(cache: KVCache, loaded: LoadedModel | None = None) -> Any:
         built = DynamicCache()
         built.layers.extend(DynamicLayer() for _ in cache.keys)
     else:
+        _check_layers(cache, loaded)
         built = DynamicCache(config=loaded.model.config)
         cache = cache.placed(loaded.places)
     for layer, keys, values in zip(built.layers, cache.keys, cache.values, strict=True):
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
     return built
+
+
+def _check_layers(cache: KVCache, loaded: LoadedModel) -> None:
+    # Counts only: where processes share a model, each holds some of the heads.
+    layers = loaded.signature.geometry.layers
+    if {len(cache.keys), len(cache.values)} != {layers}:
+        raise UsageError(
+            f"found a cache of {cache.layers} layers, expected {layers} of "
+            f"{loaded.signature.name}; map it to this model first"
+        )
 
 
 def from_dynamic_cache(

@@ -129,10 +129,14 @@ def _item(story: str, turns: Sequence[Turn], options: TaskOptions) -> Item:
 
 
 def _coqa_talk(row: dict[str, Any]) -> tuple[str, list[Turn]]:
-    first = row["answers"]["input_text"]
-    others = [extra["input_text"] for extra in _additional(row)]
-    counts = {len(found) for found in (row["questions"], first, *others)}
-    if len(counts) > 1:
+    try:
+        first = row["answers"]["input_text"]
+        others = [extra["input_text"] for extra in _additional(row)]
+        counts = {len(found) for found in (row["questions"], first, *others)}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UsageError(f"task coqa: a row is not laid out as in {COQA.hub}") from error
+    said = [text for found in (row["questions"], first, *others) for text in found]
+    if len(counts) > 1 or not all(isinstance(text, str) for text in said) or not all(first):
         raise UsageError("task coqa: a conversation has not one answer for each question")
     turns = [
         Turn(f"\nQ: {question}\nA:", tuple(dict.fromkeys(answers)), "")
@@ -151,10 +155,10 @@ def _messages(path: Path) -> Iterator[list[dict[str, str]]]:
     text = read_file(path)
     try:
         lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             lines = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}: is neither JSON nor JSON lines") from error
         lines = lines if isinstance(lines, list) else [lines]
     if lines and all(isinstance(line, dict) and "role" in line for line in lines):

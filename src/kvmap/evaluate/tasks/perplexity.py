@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from kvmap.demo import world
+from kvmap.errors import UsageError
 from kvmap.evaluate.items import Ids, Item, Probe, Task, encode
 from kvmap.evaluate.tasks.options import TaskOptions
 from kvmap.evaluate.tasks.rows import Source, read
@@ -38,7 +39,10 @@ def wikitext2(options: TaskOptions) -> Task:
         UsageError: The rows are not there or have other columns.
     """
     length = (options.lengths or (WIKITEXT_CHUNK,))[0]
-    text = "\n\n".join(row["text"] for row in read("wikitext2", WIKITEXT, options.data))
+    texts = [row["text"] for row in read("wikitext2", WIKITEXT, options.data)]
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError("task wikitext2: a row's column text holds no text")
+    text = "\n\n".join(texts)
     return _task("wikitext2", islice(_cut(options.tokenizer, text, length), options.limit))
 
 
