@@ -195,6 +195,9 @@ def test_an_option_is_read_where_one_task_reads_it(names, options):
     assert {option for option in READ_BY if is_read(option, names)} == options
 
 
+NO_ROOM = "there is not enough memory; --dry-run says what is needed"
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
@@ -202,6 +205,9 @@ def test_an_option_is_read_where_one_task_reads_it(names, options):
         (UsageError("no such model"), 2, "Error: no such model\n"),
         (FloorMissed("retention 0.5 is below 0.9"), 3, "Error: retention 0.5 is below 0.9\n"),
         (KeyboardInterrupt(), 130, ""),
+        (MemoryError(), 1, f"Error: {NO_ROOM}\n"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 1, f"Error: {NO_ROOM}\n"),
+        (RuntimeError("CPUAllocator: can't allocate memory: you"), 1, f"Error: {NO_ROOM}\n"),
         (
             ZeroDivisionError("by zero\nand more"),
             1,

@@ -33,6 +33,9 @@ COMMANDS = {
     "models": "models",
 }
 
+# How Python, torch on a device and torch on a CPU say so.
+NO_MEMORY = ("MemoryError", "OutOfMemoryError", "can't allocate memory")
+
 app = typer.Typer(
     name="kvmap",
     no_args_is_help=True,
@@ -117,6 +120,8 @@ def _run(arguments: list[str] | None, debug: bool) -> int:
         return _fail(f"{where}: could not be read or written ({reason})", 1, debug)
     except Exception as error:
         found = f"{type(error).__name__}: {error}".splitlines()[0]
+        if any(name in found for name in NO_MEMORY):
+            return _fail("there is not enough memory; --dry-run says what is needed", 1, debug)
         return _fail(f"unexpected {found}; run it with KVMAP_DEBUG=1 for the traceback", 1, debug)
     return 0
 
