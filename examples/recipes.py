@@ -170,14 +170,15 @@ def main() -> None:
     both = (asked.source, asked.target)
     pair = tuple(models.load(name) for name in both)
     for seed in range(asked.seeds):
+        missing = [name for name in names if (name, seed) not in done]
+        if not missing:
+            continue
         text = TextOptions("demo", sequences=asked.sequences, length=asked.length, seed=seed)
         options = CollectOptions(stride=asked.stride, heads="all", joint=True, shard=16)
         calibration, _ = collect_pair(
             both, read_text(both, text, Loading()), options, None, Loading(), lambda *_: None
         )
-        for name in names:
-            if (name, seed) in done:
-                continue
+        for name in missing:
             figures = measure(pair, recipes[name], calibration, asked, seed)
             done[name, seed] = {"recipe": name, "seed": seed, **figures}
             print(row(name, [done[name, seed]]), file=sys.stderr, flush=True)
