@@ -30,7 +30,8 @@ from kvmap.calibration_files import (
     scope_of,
 )
 from kvmap.errors import UsageError
-from kvmap.geometry import Signature, json_digest
+from kvmap.geometry import Geometry, Signature, json_digest
+from kvmap.layers import are_layers_of
 from kvmap.map_options import ascending
 from kvmap.moments import Moments
 
@@ -64,6 +65,7 @@ class Calibration:
         with header.sound(path / INDEX, "calibration"):
             source, target = (Signature.from_json(index[side]) for side in ("source", "target"))
             _check_index(index)
+            _check_scope(scope_of(index["options"]), source.geometry, target.geometry)
         return cls(path, source, target, index)
 
     @property
@@ -230,23 +232,16 @@ def _check_index(index: dict[str, Any]) -> None:
     apart = options["moments"] and options["native_head"] > 0
     if len(set(names)) < len(names) or (bool(shards), bool(heads)) != (options["dump"], apart):
         raise ValueError("the files are not those that the options keep, each once")
-    _check_scope(index)
 
 
-def _check_scope(index: dict[str, Any]) -> None:
+def _check_scope(scope: Scope, source: Geometry, target: Geometry) -> None:
     """Check that the layers an index names are its models'.
 
     Raises:
-        ValueError: Or whatever a missing key or a wrong type raises.
+        ValueError: They are not.
     """
-    scope = scope_of(index["options"])
-    targets, sources = (index[side]["geometry"]["layers"] for side in ("target", "source"))
-    layers = scope.layers
-    if layers is not None and (
-        len(layers) != targets
-        or not all(row and min(row) >= 0 and max(row) < sources for row in layers)
-    ):
+    if scope.layers is not None and not are_layers_of(scope.layers, source, target):
         raise ValueError("the chosen layers are not the models'")
     late = scope.lookback_layers
-    if not ascending(late) or late[-1] >= sources:
+    if not ascending(late) or late[-1] >= source.layers:
         raise ValueError("the layers of tokens before are not the source's")

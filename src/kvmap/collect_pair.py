@@ -15,6 +15,7 @@ from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit import Recipe
 from kvmap.geometry import Geometry
+from kvmap.layers import are_layers_of
 from kvmap.models import LoadedModel
 from kvmap.models.configs import load_config, parameter_count, shape_of
 from kvmap.models.devices import SHARDED, pick_device, pick_dtype
@@ -193,9 +194,7 @@ def check_layers(
         UsageError: It is of another one.
     """
     source, target = shapes
-    if layers is not None and (
-        len(layers) != target.layers or max(map(max, layers)) >= source.layers
-    ):
+    if layers is not None and not are_layers_of(layers, source, target):
         raise UsageError(
             f"found --layers of {len(layers)} target layers, expected {target.layers} that read "
             f"source layers below {source.layers}; choose them for this pair"

@@ -69,6 +69,13 @@ def _probe(
     return tables[0], tables[1]
 
 
+def are_layers_of(layers: tuple[tuple[int, ...], ...], source: Geometry, target: Geometry) -> bool:
+    """Say whether each target layer reads source layers, one at least, of a pair."""
+    return len(layers) == target.layers and all(
+        row and min(row) >= 0 and max(row) < source.layers for row in layers
+    )
+
+
 def choose_top(scores: LayerScores, k: int) -> tuple[tuple[int, ...], ...]:
     """Return for each target layer the k source layers of best training score, in layer order."""
     best = scores.mean("train").topk(min(k, scores.mean("train").shape[1]), dim=1).indices

@@ -32,7 +32,7 @@ from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.polish import PolishOptions, polish
 from kvmap.fit.recipes import require_mapped
 from kvmap.geometry import json_digest
-from kvmap.layers import load_layers, save_layers, tried_scores
+from kvmap.layers import are_layers_of, load_layers, save_layers, tried_scores
 from kvmap.mapping import CacheMap
 
 T = TypeVar("T")
@@ -244,9 +244,7 @@ def cost_quality(
 
 def _check_layers(calibration: Calibration, layers: tuple[tuple[int, ...], ...]) -> None:
     source, target = calibration.source.geometry, calibration.target.geometry
-    if len(layers) != target.layers or any(
-        not row or max(row) >= source.layers or min(row) < 0 for row in layers
-    ):
+    if not are_layers_of(layers, source, target):
         raise UsageError(
             f"the choice of layers is for another pair: found {len(layers)} target layers, "
             f"expected {target.layers} with source layers below {source.layers}; "

@@ -40,7 +40,6 @@ SHAPES = {
     "tiny-l": Shape(width=128, layers=5, heads=8, kv_heads=4, theta=100_000.0, seed=33),
     "tiny-deep": Shape(width=96, layers=8, heads=8, kv_heads=8, theta=500_000.0, seed=44),
 }
-SHAPES["tiny-long"] = SHAPES["tiny-l"]
 
 
 @dataclass(frozen=True)
