@@ -318,7 +318,9 @@ def test_fit_whose_moments_do_not_fit_is_refused(known, monkeypatch):
 
 
 def test_contexts_beyond_the_positions_are_refused(known):
-    with pytest.raises(UsageError, match="found --context 257, but one reads at most 256 tokens"):
+    with pytest.raises(
+        UsageError, match="--context needs 257 positions, but one reads at most 256; "
+    ):
         check_lengths(jobs_of(None, "one,two", False, None), [16, 257])
 
 
@@ -339,7 +341,7 @@ def test_command_times_one_part(known, kvmap_run, part):
         (("--only", "soup"), "found --only 'soup', expected map or stream or fit"),
         (("--only", "map", "--min-speedup", "2"), "--only goes without --plot"),
         (("--only", "stream", "--random-weights"), "--only stream runs both models"),
-        (("--context", "99999"), "reads at most 32768 tokens"),
+        (("--context", "99999"), "but tiny-m reads at most 32768; give smaller ones"),
     ],
 )
 def test_command_refuses_what_it_cannot_time(kvmap_run, given, message):

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import typer
 from transformers import dynamic_module_utils
 
 import kvmap
+from kvmap import collect_pair
 from kvmap.bench.shapes import random_map
 from kvmap.cli import app as command
 from kvmap.cli import inputs, output
@@ -415,6 +418,8 @@ def test_the_whole_way_on_a_planted_pair(kvmap_run, planted_paths, text, tmp_pat
     assert document["outcome"] == "applied"
     assert document["text"]["mapped"] == document["text"]["native"]
     assert kvmap_run("transfer", cmap, "--cache", cache, "--generate", 2)[0] == 2
+    code, _, error = kvmap_run("transfer", cmap, *prompt, "--generate", 99999)
+    assert (code, "context with continuation needs 100035 positions, but" in error) == (2, True)
     assert json.loads(kvmap_run("show", cache, "--json")[1])["kind"] == "cache"
 
 
@@ -449,7 +454,34 @@ def test_plans_cost_nothing_and_say_what_they_would(kvmap_run, planted_paths):
 def test_sequences_longer_than_a_model_reads_are_refused_alike(command, kvmap_run):
     code, _, said = kvmap_run(*command, "tiny-m", "tiny-l", "--length", 32769)
     assert (code, said.count("\n")) == (2, 1)
-    assert "found --length 32769, but tiny-m reads at most 32768 tokens; give a smaller" in said
+    assert "--length needs 32769 positions, but tiny-m reads at most 32768; give a smaller" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("collect", "-o", "X"), "token ids of 900000000 sequences of 1024 tokens .* of memory"),
+        (("collect", "--no-dump"), "token ids of 900000000 sequences of 1024 tokens .* of memory"),
+        (("fit",), "token ids of 900000000 sequences .* are free here; give fewer --sequences"),
+        (("collect", "-o", "X", "--sequences", 9), "X: 9 sequences .* there, .* free; give fewer"),
+        (("fit", "--sequences", 9), "calibrations: 9 sequences .* there, .* free; give fewer"),
+    ],
+    ids=str,
+)
+def test_what_cannot_fit_is_refused_before_text_is_read(command, said, kvmap_run, monkeypatch):
+    """As lack of space is when it is met: an error, and no wrong usage."""
+
+    def never(*_):
+        raise AssertionError("text was read")
+
+    monkeypatch.setattr(collect_pair.text, "documents", never)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
+    name, *given = command
+    most = () if "--sequences" in given else ("--sequences", 900000000)
+    code, out, error = kvmap_run(name, "tiny-m", "tiny-l", *given, *most)
+    assert (code, out, error.count("\n")) == (1, "", 1)
+    assert re.search(said, error), error
+    assert kvmap_run(name, "tiny-m", "tiny-l", *given, *most, "-n")[0] == 0
 
 
 @pytest.mark.parametrize(

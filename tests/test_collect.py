@@ -19,6 +19,7 @@ from conftest import token_ids
 from kvmap import artifacts
 from kvmap import collect as module
 from kvmap.calibration import Calibration
+from kvmap.calibration_files import write_index
 from kvmap.clearing import clear
 from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions, held_out_mask
@@ -457,10 +458,16 @@ def test_moments_of_caches_of_another_shape_are_refused(little, changes):
     )
     lying = Calibration.open(little.path)
     assert lying.digest != little.digest
-    with pytest.raises(UsageError, match=r"moments\.safetensors: is of caches of another shape"):
+    with pytest.raises(
+        UsageError,
+        match=r"moments\.safetensors: its .* found it with another",
+    ):
         lying.moments("train")
     rewritten(little.path / "moments.safetensors", {"target": with_geometry(little, **changes)})
-    with pytest.raises(UsageError, match=r"moments\.safetensors: is of caches of another shape"):
+    with pytest.raises(
+        UsageError,
+        match=r"moments\.safetensors: its .* found it with another",
+    ):
         little.moments("train")
 
 
@@ -476,22 +483,21 @@ def test_moments_of_another_scope_are_refused(little, changes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_moments_of_another_type_are_refused(little, dtype):
     name, tensor = next(iter(little.moments("train").tensors.items()))
-    little.drop_moments()
     path = little.path / "moments.safetensors"
     rewritten(path, **{f"train.{name}": tensor.to(dtype)})
     with pytest.raises(UsageError, match=rf"'train\.{name}' is of .*, expected float64; run"):
-        little.moments("train")
+        indexed(little).moments("train")
 
 
 @pytest.mark.parametrize("count", [0.0, -3.0])
 def test_moments_of_no_rows_are_refused(little, count):
     names = [f"train.{n}" for n in little.moments("train").tensors if n.endswith(".count")]
-    little.drop_moments()
     counts = dict.fromkeys(names, torch.tensor([count], dtype=torch.float64))
     rewritten(little.path / "moments.safetensors", **counts)
-    assert little.moments("held_out").count > 0
+    changed = indexed(little)
+    assert changed.moments("held_out").count > 0
     with pytest.raises(UsageError, match=r"keeps no train rows after the first tokens, found 9"):
-        little.moments("train")
+        changed.moments("train")
 
 
 @pytest.mark.parametrize(
@@ -506,7 +512,7 @@ def test_moments_of_no_rows_are_refused(little, count):
 def test_tokens_of_another_type_are_refused(little, name, tensor, said):
     rewritten(little.path / "tokens.safetensors", **{name: tensor})
     with pytest.raises(UsageError, match=rf"tokens\.safetensors: '{name}' {said}; run"):
-        Calibration.open(little.path).token_ids("train")
+        indexed(little).token_ids("train")
 
 
 @pytest.mark.parametrize(
@@ -520,7 +526,66 @@ def test_tokens_of_another_type_are_refused(little, name, tensor, said):
 def test_head_rows_of_another_type_are_refused(little, tensor, said):
     rewritten(little.path / "head-00000.safetensors", held_out=tensor)
     with pytest.raises(UsageError, match=rf"head-00000\.safetensors: 'held_out' {said}; run"):
-        little.moments("train", with_head=True)
+        indexed(little).moments("train", with_head=True)
+
+
+def indexed(calibration):
+    """Return a calibration whose index is of the files as they are now."""
+    write_index(calibration.path, calibration.index)
+    return Calibration.open(calibration.path)
+
+
+READS = {
+    "moments": lambda made: made.moments("train"),
+    "tokens": lambda made: made.token_ids("train"),
+    "source-00001": lambda made: list(made.shards()),
+    "target-00000": lambda made: list(made.shards()),
+    "head-00000": lambda made: made.moments("train", with_head=True),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_other_numbers_in_a_file_make_another_calibration(run, little, tmp_path, name):
+    """So that no choice of layers and no map of the first is taken for it."""
+    path = little.path / f"{name}.safetensors"
+    first, tensor = sorted(artifacts.open_artifact(path).tensors().items())[-1]
+    rewritten(path, **{first: tensor + 1})
+    said = rf"{name}\.safetensors: is not the file that its calibration was written with; run"
+    with pytest.raises(UsageError, match=said):
+        READS[name](little)
+    other = run(tmp_path / "o", LITTLE_OPTIONS, **LITTLE | {"ids": token_ids(4, 9, seed=8)})
+    with pytest.raises(UsageError, match=said):
+        merge([other, Calibration.open(little.path)], tmp_path / "merged")
+    assert indexed(little).digest != little.digest
+
+
+def test_a_calibration_without_digests_is_refused_and_can_be_replaced(run, tmp_path):
+    made = run(tmp_path / "c", LITTLE_OPTIONS, **LITTLE)
+    before = contents(made.path)
+    old = {key: value for key, value in made.index.items() if key != "digests"}
+    artifacts.write_json(made.path / "index.json", old)
+    with pytest.raises(UsageError, match=r"c: was collected by an earlier kvmap.*, with --force"):
+        Calibration.open(made.path)
+    run(made.path, LITTLE_OPTIONS, force=True, **LITTLE)
+    assert contents(made.path) == before
+
+
+@pytest.mark.parametrize("force", [True, None])
+def test_a_damaged_record_of_a_run_names_the_way_out(run, tmp_path, force):
+    """Which works, and which the cache folder (None), where nobody says so, takes by itself."""
+    parts = [run(tmp_path / "whole", LITTLE_OPTIONS, **LITTLE)]
+    parts += [run(tmp_path / "o", LITTLE_OPTIONS, **LITTLE | {"ids": token_ids(4, 9, seed=8)})]
+    whole = contents(parts[0].path)
+    shutil.copytree(tmp_path / "whole", tmp_path / "c")
+    (tmp_path / "c" / "index.json").unlink()
+    (tmp_path / "c" / "run.json").write_text('{"kind": "ru')
+    said = r"run\.json: is damaged or not a kvmap file; pass --force to start anew"
+    with pytest.raises(UsageError, match=said):
+        run(tmp_path / "c", LITTLE_OPTIONS, **LITTLE)
+    with pytest.raises(UsageError, match=said):
+        merge(parts, tmp_path / "c")
+    run(tmp_path / "c", LITTLE_OPTIONS, force=force, **LITTLE)
+    assert contents(tmp_path / "c") == whole
 
 
 # --- merge
@@ -628,7 +693,7 @@ def test_parts_collected_otherwise_are_refused(halves, run, tmp_path, changed):
 def test_parts_of_other_models_are_refused(halves, loaded, tmp_path):
     openers = tuple(lambda n=n: loaded(n) for n in ("llama_default", "llama_llama3"))
     other = collect(openers, token_ids(4, LENGTH, seed=8), tmp_path / "o", OPTIONS, TEXT)
-    with pytest.raises(UsageError, match=r"different source models"):
+    with pytest.raises(UsageError, match=r"its source is .*with calibrations of its own pair"):
         merge([halves()[0], other], tmp_path / "ab")
 
 

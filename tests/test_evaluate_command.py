@@ -110,6 +110,33 @@ def test_show_says_what_is_signed_and_when_it_no_longer_holds(files, tmp_path, c
     assert "is evidence for another map" in err
 
 
+def test_eval_on_the_calibration_s_own_text_says_so(files, tmp_path, capsys):
+    """Where the text becomes a calibration, a map and a report, each by its own command."""
+    places = files[1]
+    text, cmap = tmp_path / "my.jsonl", tmp_path / "my.map"
+    rows = [" ".join(f"w{i * j % 11}" for j in range(1, 40)) for i in range(1, 40)]
+    text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    asked = ("--dataset", text, "--sequences", "12", "--length", "32", "--recipe", "paper")
+    code, _, err = _run(capsys, "fit", places[1], places[3], *asked, "-k", "1", "-o", cmap)
+    assert code == 0, err
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(text.read_bytes())
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"text": row[::-1]}) + "\n" for row in rows))
+    said = "copy.jsonl: the map's calibration has read a file of the same content, so what is"
+    for path, seen in ((copy, {"copy.jsonl": "content"}), (other, {})):
+        how = ("--length", "64", "--text", path, "--json")
+        small = (*SMALL, *how, "--limit", "3", "-o", tmp_path / "a.report", "-f")
+        for more in (small, (*how, "--predict")):
+            code, out, err = _run(capsys, "eval", cmap, *more)
+            found = json.loads(out)
+            assert code == 0
+            assert found.get("about", found)["read_in_calibration"] == seen
+            assert (said in err) == bool(seen)
+    figures = artifacts.read_json(tmp_path / "a.json")
+    assert figures["about"]["read_in_calibration"] == {}
+
+
 def test_missed_floor_exits_with_3_after_printing(files, capsys):
     folder, places = files
     floor = ("--max-kl", "0.01")
@@ -127,8 +154,8 @@ def test_missed_floor_exits_with_3_after_printing(files, capsys):
         (("--tasks", ","), "expected names joined by commas"),
         (("--length", "3"), "expected numbers from 4"),
         (("--history", "none"), "expected own or gold"),
-        (("--length", "99999999"), "found --length 99999999, but"),
-        (("--tasks", "text", "--length", "99999999"), "tokens; pass a smaller one"),
+        (("--length", "99999999"), "--length needs 99999999 positions, but"),
+        (("--tasks", "text", "--length", "99999999"), "; pass a smaller one"),
         (("-o", "r.report", "--html", "r.json"), "is where the report goes"),
         (("--tasks", "coqa", "--data", "."), "holds no folder coqa"),
     ],

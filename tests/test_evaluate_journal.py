@@ -6,6 +6,7 @@ from dataclasses import replace
 import measured
 import pytest
 
+from kvmap.errors import UsageError
 from kvmap.evaluate import runner
 from kvmap.evaluate.arms import make_pair
 from kvmap.evaluate.harness import engine as engines
@@ -24,6 +25,17 @@ def test_journal_of_another_evaluation_is_not_used(tmp_path):
     assert Journal.open(path, "one").get("task", "item") == {"unit": 0}
     assert Journal.open(path, "other").found == {}
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("line", ["5", "[]", "{}", '{"task": [1], "item": "b", "kept": {}}'])
+def test_damaged_lines_of_a_journal_are_left_out(line, tmp_path):
+    path = tmp_path / "journal.jsonl"
+    Journal.open(path, "one").put("task", "item", {"unit": 0})
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+    assert Journal.open(path, "one").found == {("task", "item"): {"unit": 0}}
+    path.write_text(f"{line}\n")
+    assert Journal.open(path, "one").found == {}
 
 
 def test_what_an_item_says_is_part_of_its_name(pair, tmp_path, monkeypatch):
@@ -52,6 +64,15 @@ def _counted(monkeypatch, where, name, stop=None):
 
 PAIRINGS = [(context, (5, 6)) for context in measured.contexts(5, 12)]
 WISHES = [engines.Wish(context, (".",), 3) for context in measured.contexts(5, 9)]
+
+
+def test_requests_longer_than_either_model_reads_are_refused(pair):
+    engine = engines.Engine(pair, ("native",), lambda done, total: None)
+    said = r"the task needs 900\d positions, but .* reads at most 8192; pass a smaller --few-shot"
+    with pytest.raises(UsageError, match=said):
+        engine.score([((1,) * 9000, (2,))])
+    with pytest.raises(UsageError, match=said):
+        engine.speak([engines.Wish((1,), (), 9000)])
 
 
 @pytest.mark.parametrize(

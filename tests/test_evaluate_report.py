@@ -18,6 +18,7 @@ from kvmap.evaluate.page import page
 from kvmap.evaluate.report import Report, build, report_files
 from kvmap.models import Checkpoint
 from kvmap.models.load import wrap
+from kvmap.text import beginnings
 
 ARMS = {
     "native",
@@ -189,7 +190,7 @@ def test_reports_are_laid_out_alone_and_side_by_side(found):
     [
         ({"tasks": ("dmeo",)}, "no task named 'dmeo'; did you mean demo"),
         ({"tasks": ("xyzzy",)}, "no task named 'xyzzy'"),
-        ({"tasks": ("needle",), "lengths": (9000,)}, "reads at most 8192 tokens; pass a smaller"),
+        ({"tasks": ("needle",), "lengths": (9000,)}, "9000 .* reads at most 8192; pass a small"),
         ({"tasks": ("demo",), "limit": 0}, "task demo has no items"),
     ],
 )
@@ -197,6 +198,43 @@ def test_what_cannot_be_evaluated_is_refused(options, message):
     asked = replace(EvaluateOptions(limit=5), **options)
     with pytest.raises(UsageError, match=message):
         evaluate(*measured.twin(), asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ({"dataset": "elsewhere.jsonl", "files": ["other", "this"]}, "content"),
+        ({"dataset": "my.jsonl", "files": ["other"]}, None),
+        ({"dataset": "owner/name", "files": []}, None),
+        ({"dataset": "x/a.jsonl#text,my.jsonl#text"}, "name"),
+        ({"dataset": "owner/name"}, None),
+        ({"merged": [{"dataset": "a"}, {"dataset": "b", "files": ["this"]}]}, "content"),
+        ({"dataset": 5, "files": {"my.jsonl": 1}}, None),
+        (5, None),
+    ],
+    ids=str,
+)
+def test_text_that_the_calibration_has_read_is_not_held_out(text, same, tmp_path):
+    """By how the file begins; by its name in maps that keep no more of their text."""
+    path = tmp_path / "my.jsonl"
+    path.write_text('{"text": "a"}\n')
+    (digest,) = beginnings(str(path), "test").values()
+    text = json.loads(json.dumps(text).replace('"this"', f'"{digest}"'))
+    right = measured.twin()[0]
+    maps = [replace(right, provenance={"text": text})]
+    maps += [replace(right, provenance={"composed": [{}, maps[0].provenance]})]
+    found = {} if same is None else {"my.jsonl": same}
+    for cmap in maps:
+        for read in (
+            {"tasks": ("text",), "text": str(path)},
+            {"tasks": ("chat",), "data": path},
+            {"tasks": ("wikitext2",), "data": path},
+        ):
+            asked = EvaluateOptions(**read)
+            assert evaluation.about(cmap, asked)["read_in_calibration"] == found
+        unread = EvaluateOptions(tasks=("demo",), text=str(path), data=path)
+        assert evaluation.read_in_calibration(cmap, unread) == {}
+        assert evaluation.read_in_calibration(cmap, EvaluateOptions(tasks=("text",))) == {}
 
 
 def test_other_models_and_other_tokenizers_are_refused():

@@ -14,6 +14,8 @@ from kvmap.evaluate.harness import local
 from kvmap.evaluate.items import Item, Probe, Task, check, limited
 from kvmap.evaluate.tasks import TASKS, TaskOptions, conversations
 from kvmap.evaluate.tasks.options import GENERATED
+from kvmap.geometry import Geometry
+from kvmap.models import LoadedModel
 
 TOKENIZER = byte_tokenizer()
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -153,14 +155,14 @@ def test_empty_task_and_long_contexts_are_refused():
     task = _task("demo", limit=5)
     longest = max(item.longest() for item in task.items)
     check(task, _reads(longest))
-    said = rf"contexts of {longest} tokens, but tiny reads at most {longest - 1}"
+    said = rf"task demo needs {longest} positions, but tiny reads at most {longest - 1}; pass a s"
     with pytest.raises(UsageError, match=said):
         check(task, _reads(longest), _reads(longest - 1))
 
 
-def _reads(most: int) -> SimpleNamespace:
-    geometry = SimpleNamespace(max_positions=most)
-    return SimpleNamespace(signature=SimpleNamespace(name="tiny", geometry=geometry))
+def _reads(most: int) -> LoadedModel:
+    geometry = Geometry(1, 1, 2, 1, 2, 10, most, "tiny", (None,))
+    return LoadedModel(None, None, SimpleNamespace(name="tiny", geometry=geometry))
 
 
 def test_what_is_generated_and_earlier_turns_count_into_what_a_model_reads():

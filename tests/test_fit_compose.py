@@ -60,7 +60,9 @@ def test_maps_that_do_not_compose_are_refused(pair):
     source, hub = pair("image")
     first = drawn(source.signature, hub.signature, HUB_LAYERS, MapOptions(), 1)
     second = drawn(hub.signature, source.signature, TARGET_LAYERS, MapOptions(), 2)
-    with pytest.raises(UsageError, match=r"ends at .* starts at .*give maps that meet"):
+    with pytest.raises(
+        UsageError, match=r"the first map's target is .* found .*; give a second map"
+    ):
         compose(first, first)
     anchored = drawn(source.signature, hub.signature, HUB_LAYERS, MapOptions(anchor=True), 1)
     with pytest.raises(UsageError, match=r"own first layer.*--no-anchor --no-exact-first"):
@@ -74,7 +76,9 @@ def test_maps_that_do_not_compose_are_refused(pair):
     ):
         wrong = dataclasses.replace(geometry, **changes)
         other = dataclasses.replace(hub.signature, geometry=wrong)
-        with pytest.raises(UsageError, match=r"headers differ in the shape of .*; one is damaged"):
+        with pytest.raises(
+            UsageError, match=r"target is .* found it with another cache shape or RoPE"
+        ):
             compose(first, dataclasses.replace(second, source=other))
     step = Affine(torch.zeros(1, 32, 32), torch.zeros(1, 32))
     bent = second.each(lambda _, part: dataclasses.replace(part, network=(step,)))
@@ -97,5 +101,5 @@ def test_a_composed_map_is_measured_on_a_calibration(pair, calibration):
     for name, table in first.r2.items():
         torch.testing.assert_close(made.r2[name], table, rtol=1e-4, atol=1e-5)
     other = calibration("image")
-    with pytest.raises(UsageError, match=r"its source is .*give a calibration of the same pair"):
+    with pytest.raises(UsageError, match=r"the map's source is .*calibration of the same pair"):
         pipeline.measure_accuracy(made, other)

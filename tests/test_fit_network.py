@@ -6,7 +6,9 @@ import pytest
 import torch
 from conftest import token_ids
 
-from kvmap import fit, pipeline
+from kvmap import artifacts, fit, pipeline
+from kvmap.calibration import Calibration
+from kvmap.calibration_files import write_index
 from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
@@ -45,11 +47,13 @@ def test_a_network_that_helps_nothing_is_left_out():
     assert network.trained(part, tuple(noise), (5, 64, -1), seed=0).plain
 
 
-def fitted(pair, folder, method, dump=True, heads="all"):
+def fitted(pair, folder, method, dump=True, heads="all", damage=lambda calibration: None):
     models = pair("noisy_image")
     openers = tuple(lambda model=model: model for model in models)
     options = CollectOptions(stride=1, heads="all", joint=True, dump=dump, shard=16)
     calibration = collect(openers, token_ids(32, 48, 3), folder, options, {})
+    damage(calibration)
+    calibration = Calibration.open(folder)
     recipe = fit.recipe("kvmap")
     recipe = dataclasses.replace(
         recipe,
@@ -87,3 +91,33 @@ def test_a_map_with_networks_is_saved_loaded_and_applied(pair, tmp_path):
 def test_networks_need_the_rows(pair, tmp_path):
     with pytest.raises(UsageError, match=r"networks need the rows.*--no-dump"):
         fitted(pair, tmp_path / "calibration", "residual", dump=False)
+
+
+@pytest.mark.parametrize(
+    ("side", "name", "change", "said"),
+    [
+        ("source", "key.1", lambda t: t.int(), "'key.1' is of int32, expected float64 or"),
+        ("target", "value.2", lambda t: t[:, :1], r"'value.2' has shape \(.*, expected \("),
+        ("source", "position", lambda t: t.float(), "'position' is of float32, expected int64"),
+        ("source", "sequence", lambda t: t.flip(0), "hold different tokens"),
+        ("source", "position", lambda t: t.unsqueeze(0), "has shape"),
+        ("target", "key.0", None, "is damaged: its tensors do not match their digest"),
+    ],
+)
+def test_rows_are_checked_before_a_network_learns_of_them(pair, tmp_path, side, name, change, said):
+    """Of a file whose digests are right too, unless a bit was turned (None)."""
+
+    def damage(calibration):
+        path = calibration.path / f"{side}-00001.safetensors"
+        if change is None:
+            data = bytearray(path.read_bytes())
+            data[-3] ^= 1
+            path.write_bytes(data)
+            return
+        opened = artifacts.open_artifact(path)
+        tensors = opened.tensors()
+        artifacts.write(path, "dump", tensors | {name: change(tensors[name])}, opened.metadata)
+        write_index(calibration.path, calibration.index)
+
+    with pytest.raises(UsageError, match=said):
+        fitted(pair, tmp_path / "calibration", "residual", damage=damage)

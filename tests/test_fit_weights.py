@@ -126,3 +126,12 @@ def test_weights_need_the_rows(pair, tmp_path):
     layers = tuple((0,) for _ in range(4))
     with pytest.raises(UsageError, match=r"row weights need the rows.*--no-dump"):
         pipeline.fit_map(calibration, layers, fit.recipe("cachebridge"), lambda *_: None, openers)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_models_other_than_the_calibrations_are_refused(calibration, loaded, side):
+    made = calibration("noisy_image")
+    job = fit.Job(made, (), fit.recipe("kvmap"), (lambda: loaded("qwen3_small"),) * 2, None)
+    said = rf"calibration: its {side} is .*, found .*qwen3_small .*; run `kvmap collect` for this m"
+    with pytest.raises(UsageError, match=said):
+        job.open(("source", "target").index(side))

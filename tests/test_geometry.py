@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from kvmap.errors import UsageError
 from kvmap.geometry import Geometry, RopeTable, Signature, pairing_problems
 
 TABLE = RopeTable((1.0, 0.1, 0.01), 1.2, "interleaved")
@@ -67,6 +68,30 @@ def test_caches_are_the_same_up_to_what_a_device_rounds():
         dataclasses.replace(GEOMETRY, vocabulary=101),
     ):
         assert not GEOMETRY.same_cache(changed)
+
+
+def test_a_model_reads_no_further_than_its_positions():
+    said = "^--length needs 513 positions, but a reads at most 512; give less$"
+    with pytest.raises(UsageError, match=said):
+        GEOMETRY.require_positions("a", 513, "--length", "give less")
+    GEOMETRY.require_positions("a", 512, "--length", "give less")
+    endless = dataclasses.replace(GEOMETRY, max_positions=0)
+    endless.require_positions("a", 2**40, "--length", "give less")
+
+
+def test_another_model_and_the_same_with_another_cache_are_told_apart():
+    mine, other = signature(), signature(weights_digest="x" * 64)
+    begin = rf"^x\.map: its target is a/model \(digest {mine.digest[:12]}\), found"
+    wrong = dataclasses.replace(mine, geometry=turned(scaling=1.3))
+    for found, said in (
+        (other, rf"a/model \(digest {other.digest[:12]}\)"),
+        (wrong, "it with another cache shape or RoPE, by damage or another transformers"),
+    ):
+        with pytest.raises(UsageError, match=f"{begin} {said}; fit again$"):
+            mine.require_same(found, "x.map: its target", "fit again")
+    rounded = tuple(frequency * (1 + 1e-7) for frequency in TABLE.inverse_frequencies)
+    same = dataclasses.replace(mine, geometry=turned(inverse_frequencies=rounded), dtype="bfloat16")
+    mine.require_same(same, "x.map: its target", "fit again")
 
 
 @pytest.mark.parametrize("revision", ["main", None])

@@ -344,9 +344,31 @@ def test_a_context_beyond_what_the_target_reads_is_refused(loaded):
     most = model.signature.geometry.max_positions
     late = lambda by: dataclasses.replace(mapped, positions=mapped.positions + by)  # noqa: E731
     assert finish(model, late(most - 40), ids, 0).outcome == "applied"
-    said = rf"ends at position {most}, but .* reads positions 0 to {most - 1}; hand over less"
+    said = rf"the context needs {most + 1} positions, but .* reads at most {most}; hand over less"
     with pytest.raises(UsageError, match=said):
         finish(model, late(most - 39), ids, 0)
+
+
+@pytest.mark.parametrize("head", [0, 40])
+def test_a_context_beyond_what_the_target_reads_is_refused_before_any_work(
+    loaded, head, monkeypatch
+):
+    """One that begins too late, and one too long for a target that runs all of it."""
+    model, ids = loaded("qwen3_small"), token_ids(1, 40)
+    own, _ = prefill(model, ids)
+    geometry = dataclasses.replace(model.signature.geometry, max_positions=39 if head else 340)
+    signature = dataclasses.replace(model.signature, geometry=geometry)
+    model = dataclasses.replace(model, signature=signature)
+    cmap = identity(model, native_head=head)
+    if not head:
+        own = dataclasses.replace(own, positions=own.positions + 300)
+        assert handoff(cmap, model, own, ids).outcome == "applied"
+        own = dataclasses.replace(own, positions=own.positions + 1)
+    for work in ("map_middle", "_empty", "prefill"):
+        monkeypatch.setattr(f"kvmap.handoff.{work}", None)
+    for call in (handoff, map_context):
+        with pytest.raises(UsageError, match=r"the context needs (40|341) positions, but .*; hand"):
+            call(cmap, model, own, ids)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +427,9 @@ def test_a_header_that_turns_keys_otherwise_than_the_model_is_refused(loaded, si
     wrong = dataclasses.replace(geometry, rope=(None,) * geometry.layers)
     signature = dataclasses.replace(model.signature, geometry=wrong)
     cmap = dataclasses.replace(identity(model), **{side: signature})
-    with pytest.raises(UsageError, match="differ in the cache's shape or in RoPE; the map is dam"):
+    with pytest.raises(
+        UsageError, match=rf"the map's {side} is .*, found it with another cache sh"
+    ):
         check_pair(cmap, model, model)
 
 

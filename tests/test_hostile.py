@@ -205,6 +205,7 @@ INDEX = {
         }
     ],
     "heads": ["head-00000.safetensors"],
+    "digests": ["d"] * 5,
 }
 BAD_OPTIONS = (
     {"native_head": "4"},
@@ -246,6 +247,9 @@ BAD_OPTIONS = (
         {"source": SIGNATURE.to_json() | {"dtype": "bogus"}},
         *({"options": INDEX["options"] | bad} for bad in BAD_OPTIONS),
         {"text": None, "tokens_digest": 5},
+        {"digests": ["d"] * 4},
+        {"digests": [5] * 5},
+        {"digests": {}},
         {"source": {}},
     ],
     ids=str,
@@ -274,7 +278,7 @@ def test_rows_of_another_model_or_shape_are_refused(tmp_path):
     paths = [dump(tmp_path / f"{at}", model) for at, model in enumerate(pair)]
     assert load_rows(*paths, pair, (0,))[0].count == 3
     with pytest.raises(
-        UsageError, match=r"0: is of a \(digest .*\), expected a \(digest .*\); run"
+        UsageError, match=r"0: its .* is a \(digest .*\), found a \(digest .*\); run"
     ):
         load_rows(paths[0], paths[1], pair[::-1], (0,))
     dump(paths[1], pair[1], heads=1)
@@ -282,7 +286,7 @@ def test_rows_of_another_model_or_shape_are_refused(tmp_path):
         load_rows(*paths, pair, (0,))
     turned = replace(GEOMETRY, rope=(None, None))
     dump(paths[1], replace(pair[1], geometry=turned))
-    with pytest.raises(UsageError, match="1: is of caches of another shape than those of a in"):
+    with pytest.raises(UsageError, match=r"1: its calibration's model is a .*another cache shape"):
         load_rows(*paths, pair, (0,))
 
 
@@ -411,7 +415,7 @@ def test_force_leaves_a_folder_alone_that_holds_anything_else(tmp_path):
 @pytest.mark.parametrize("text", ["{}", '{"name": "a web page"}', "not json"])
 def test_force_leaves_another_program_s_index_alone(text, tmp_path):
     (tmp_path / "index.json").write_text(text)
-    with pytest.raises(UsageError, match=r"index\.json: "):
+    with pytest.raises(UsageError, match="is no calibration, and is left alone"):
         clear(tmp_path)
     assert (tmp_path / "index.json").read_text() == text
 

@@ -195,7 +195,9 @@ def test_lowest_layers_of_another_target_are_refused_before_any_model_is_made(
 ):
     path = save_lowest(loaded("qwen3_small"), 1, tmp_path / "x")
     monkeypatch.setattr(lowest_module, "_shell", None)
-    with pytest.raises(UsageError, match=r"expected those of the map's target .*qwen3_large"):
+    with pytest.raises(
+        UsageError, match=r"the map's target is .*qwen3_large .* found .*qwen3_small"
+    ):
         load_lowest(path, "cpu", expected=loaded("qwen3_large").signature)
 
 
@@ -479,8 +481,8 @@ def test_lowest_layers_of_another_model_are_refused(kvmap_run, loaded, saved, tm
     arguments = ["transfer", saved[0], "--prompt", "a b", "--lowest", other, "-o", tmp_path / "x"]
     code, _, error = kvmap_run(*arguments)
     assert code == 2
-    assert f"{other}: holds the lowest layers of" in error
-    assert "expected those of the map's target" in error
+    assert f"{other}: the map's target is" in error
+    assert "; run `kvmap lowest` on this map" in error
 
 
 @pytest.fixture

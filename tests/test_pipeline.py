@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from conftest import token_ids
 from entries import SOURCE, TARGET, moments, noise, related
 from safetensors.torch import load_file, save_file
 
-from kvmap import collect_pair, fit, fit_pair, models, pipeline, plan
+from kvmap import artifacts, collect_pair, fit, fit_pair, models, pipeline, plan
 from kvmap.calibration_files import Scope
 from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions
 from kvmap.columns import first_and_middle
-from kvmap.errors import UsageError
+from kvmap.errors import KvmapError, UsageError
 from kvmap.fit import Recipe, Splits
 from kvmap.fit.choice import Choice, auto_counts, select_layers
 from kvmap.fit.job import splits
@@ -177,7 +178,7 @@ def test_a_free_k_is_what_fits(little_room, planted_paths, monkeypatch, tmp_path
     assert "chooses at most 8 source layers" in said[0]
     with pytest.raises(UsageError, match="are free here; give fewer heads or a smaller -k"):
         two_passes(names, text, dataclasses.replace(RECIPE, k=3), said)
-    monkeypatch.setattr(plan, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(plan, "free_memory", lambda device: 30_000)  # the token ids alone
     with pytest.raises(UsageError, match="so this takes a machine with more"):
         two_passes(names, text, RECIPE, said, stride=1)
 
@@ -283,6 +284,48 @@ def test_a_finished_stage_survives_the_next_one_failing(fitted, monkeypatch, tmp
         with pytest.raises(KeyboardInterrupt):
             fitted()
     assert fitted().reused == ("collect", "select-layers")
+
+
+@pytest.mark.parametrize("damage", ["digests", "run", "other run"])
+def test_what_cannot_be_gone_on_with_in_the_cache_folder_is_collected_anew(
+    fitted, tmp_path, damage
+):
+    """There nobody could say --force."""
+    (folder,) = [path for path in (tmp_path / "cache" / "calibrations").iterdir() if path.is_dir()]
+    index = artifacts.read_json(folder / "index.json")
+    if damage == "digests":
+        artifacts.write_json(folder / "index.json", index | {"digests": None})
+    else:
+        (folder / "index.json").unlink()
+        (folder / "run.json").write_text("{")
+    if damage == "other run":
+        artifacts.write_json(folder / "run.json", {"kind": "run", "text": "another"})
+    assert fitted().reused == ("select-layers", "fit")
+    assert artifacts.read_json(folder / "index.json") == index
+    assert not (folder / "run.json").exists()
+    assert fitted().reused == STAGES
+
+
+@pytest.mark.parametrize("dump", [True, False])
+def test_room_on_the_disk_is_asked_for_as_it_is_taken(planted_paths, tmp_path, monkeypatch, dump):
+    """To a fifth, headers and places of rows; what is in the folder already counts as free."""
+    names = tuple(map(str, planted_paths("twin_llama")))
+    texts = dataclasses.replace(TEXT, dataset=write_text(tmp_path / "text.jsonl"))
+    shapes = collect_pair.geometries(names, LOADING)
+    kept = collect_pair.with_scope(CollectOptions(stride=2, dump=dump), shapes)
+    where, found = tmp_path / "c", collect_pair.read_text(names, texts, LOADING)
+    made, _ = collect_pair.collect_pair(names, found, kept, where, LOADING, lambda *_: None)
+    taken = made.bytes
+
+    def asked(free):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        collect_pair.require_room(names, texts, kept, where, LOADING)
+
+    asked(0)
+    shutil.rmtree(where)
+    asked(taken)
+    with pytest.raises(KvmapError, match=r"12 sequences of 32 tokens would take .* GB there"):
+        asked(0.8 * taken)
 
 
 def test_fitting_again_from_nothing_gives_the_same_bytes(first, fitted, tmp_path):

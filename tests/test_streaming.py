@@ -176,7 +176,9 @@ def test_a_context_beyond_what_the_target_reads_is_refused(session):
     shadow.target = dataclasses.replace(target, signature=signature)
     cache, _ = prefill(source, token_ids(1, 21))
     shadow.append(cache.slice(0, 20))
-    with pytest.raises(UsageError, match=r"ends at position 20, but .* reads positions 0 to 19; h"):
+    with pytest.raises(
+        UsageError, match=r"the context needs 21 positions, but .* reads at most 20; hand"
+    ):
         shadow.follow(cache)
     assert shadow.handoff().cache.tokens == 20
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvmap.errors import UsageError
-from kvmap.text import documents, token_sequences
+from kvmap.text import beginnings, documents, token_sequences
 
 ROWS = Path(__file__).parents[2] / "shared" / "data" / "benchmarks"
 needs_rows = pytest.mark.skipif(not ROWS.is_dir(), reason="no shared benchmark rows here")
@@ -44,6 +44,20 @@ def test_a_folder_keeps_splits_apart_where_its_files_name_them(tmp_path):
     assert list(documents(str(tmp_path), split="train")) == ["fit"]
     assert list(documents(str(tmp_path), split="test")) == ["judge"]
     assert list(documents(str(tmp_path), split="other")) == ["judge", "fit"]
+
+
+def test_files_are_known_again_by_how_they_begin(tmp_path):
+    """Wherever they lie; hub data sets and the demo have none."""
+    (tmp_path / "sub").mkdir()
+    first = lines(tmp_path / "train.jsonl", {"text": "fit"})
+    again = lines(tmp_path / "sub" / "x.jsonl", {"text": "fit"})
+    other = lines(tmp_path / "test.jsonl", {"text": "judge"})
+    found = {path: beginnings(path, "train")[path] for path in (first, again, other)}
+    assert found[first] == found[again] != found[other]
+    assert beginnings(f"{first}#text, demo,owner/name:config,{other}", "train") == {
+        path: found[path] for path in (first, other)
+    }
+    assert beginnings(str(tmp_path), "test") == {other: found[other]}
 
 
 def test_several_sources_take_turns_until_all_are_spent(tmp_path):

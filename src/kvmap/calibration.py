@@ -22,6 +22,7 @@ from kvmap.calibration_files import (
     TOKENS,
     Scope,
     empty_moments,
+    files_of,
     head_rows,
     load_moments,
     load_rows,
@@ -62,6 +63,11 @@ class Calibration:
                 "run `kvmap collect` to make it"
             )
         index = artifacts.read_json(path / INDEX, "calibration")
+        if "digests" not in index:
+            raise UsageError(
+                f"{path}: was collected by an earlier kvmap, which kept no digests of its files; "
+                "run `kvmap collect` again, with --force to replace it"
+            )
         with header.sound(path / INDEX, "calibration"):
             source, target = (Signature.from_json(index[side]) for side in ("source", "target"))
             _check_index(index)
@@ -71,7 +77,7 @@ class Calibration:
     @property
     def digest(self) -> str:
         """What a layer choice or a map was made from."""
-        kept = {key: self.index[key] for key in ("options", "text", "tokens_digest")}
+        kept = {key: self.index[key] for key in ("options", "text", "tokens_digest", "digests")}
         # A model's digest leaves out its dtype, which its rows are rounded to, and its cache's
         # shape, which is what the index says it is.
         sides = (self.source, self.target)
@@ -93,6 +99,21 @@ class Calibration:
         """Bytes of all its files."""
         return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
 
+    def file(self, name: str, kind: str = "dump") -> Path:
+        """Return where one of its files lies, to be opened and so held to its digest.
+
+        Raises:
+            UsageError: It is not the file that was collected.
+        """
+        path = self.path / name
+        digests = dict(zip(files_of(self.index), self.index["digests"], strict=True))
+        if header.read_safetensors(path, kind).get("sha256") != digests.get(name):
+            raise UsageError(
+                f"{path}: is not the file that its calibration was written with; "
+                "run `kvmap collect` again, with --force to replace it"
+            )
+        return path
+
     @cached_property
     def sequences(self) -> dict[str, Tensor]:
         """Return `token_ids` [N, T] and `held_out` [N].
@@ -100,7 +121,7 @@ class Calibration:
         Raises:
             UsageError: They are not of the index's shape.
         """
-        artifact = artifacts.open_artifact(self.path / TOKENS, "tokens")
+        artifact = artifacts.open_artifact(self.file(TOKENS, "tokens"), "tokens")
         count, length = self.index["sequences"], self.index["length"]
         return {
             "token_ids": read_tensor(artifact, "token_ids", (count, length), (torch.int32,)),
@@ -124,7 +145,9 @@ class Calibration:
             self.__dict__.pop(name, None)
 
     def _load_moments(self) -> dict[str, Moments]:
-        return load_moments(self.path / MOMENTS, (self.source, self.target), self.scope)[0]
+        return load_moments(self.file(MOMENTS, "moments"), (self.source, self.target), self.scope)[
+            0
+        ]
 
     @cached_property
     def _moments_with_head(self) -> dict[str, Moments]:
@@ -134,7 +157,7 @@ class Calibration:
         geometries = (self.source.geometry, self.target.geometry)
         made = self._load_moments()  # not those that others may read: they are added to
         for name in self.index["heads"]:
-            artifact = artifacts.open_artifact(self.path / name, "dump")
+            artifact = artifacts.open_artifact(self.file(name), "dump")
             held_out = read_column(artifact, "held_out", torch.bool)
             for split, members in (("train", ~held_out), ("held_out", held_out)):
                 if members.any():
@@ -158,7 +181,7 @@ class Calibration:
     def shards(self):
         """Yield (rows, position [n], sequence [n]) of each dumped shard."""
         for shard in self.index["shards"]:
-            paths = (self.path / shard["source"], self.path / shard["target"])
+            paths = (self.file(shard["source"]), self.file(shard["target"]))
             models, late = (self.source, self.target), self.scope.lookback_layers
             rows, position, sequence = load_rows(*paths, models, late)
             for found, name in ((sequence, "sequences"), (position, "length")):
@@ -232,6 +255,8 @@ def _check_index(index: dict[str, Any]) -> None:
     apart = options["moments"] and options["native_head"] > 0
     if len(set(names)) < len(names) or (bool(shards), bool(heads)) != (options["dump"], apart):
         raise ValueError("the files are not those that the options keep, each once")
+    if [*map(type, index["digests"])] != [str] * len(files_of(index)):
+        raise ValueError("the digests are not one for each file")
 
 
 def _check_scope(scope: Scope, source: Geometry, target: Geometry) -> None:

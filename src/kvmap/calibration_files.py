@@ -99,6 +99,19 @@ def scope_of(options: dict[str, Any]) -> Scope:
     )
 
 
+def files_of(index: dict[str, Any]) -> list[str]:
+    """Return the names of a calibration's files, its index apart, in the order of its digests."""
+    moments = [MOMENTS] if index["options"]["moments"] else []
+    rows = [shard[side] for shard in index["shards"] for side in ("source", "target")]
+    return [TOKENS, *moments, *rows, *index["heads"]]
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Write what makes a folder a calibration: its index, with the digest of each of its files."""
+    digests = [header.read_safetensors(folder / name)["sha256"] for name in files_of(index)]
+    artifacts.write_json(folder / INDEX, index | {"digests": digests}, private=True)
+
+
 def save_moments(path: Path, moments: dict[str, Moments], metadata: dict[str, Any]) -> Path:
     """Write train and held-out moments as an artifact of kind "moments"."""
     tensors = {
@@ -229,13 +242,4 @@ def require_model(path: Path, found: Any, expected: Signature) -> None:
     """
     with header.sound(path, "calibration"):
         model = Signature.from_json(found)
-    if model.digest != expected.digest:
-        raise UsageError(
-            f"{path}: is of {model.name} (digest {model.digest[:12]}), expected {expected.name} "
-            f"(digest {expected.digest[:12]}); run `kvmap collect` again"
-        )
-    if not model.geometry.same_cache(expected.geometry):
-        raise UsageError(
-            f"{path}: is of caches of another shape than those of {expected.name} in its "
-            "calibration; run `kvmap collect` again"
-        )
+    expected.require_same(model, f"{path}: its calibration's model", "run `kvmap collect` again")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from kvmap import artifacts
 from kvmap.calibration_files import INDEX, RUN
@@ -16,6 +17,19 @@ FILES = re.compile(
     r"\.?(index\.json|run\.json|(tokens|moments|(\d+\.)?moments\.partial|(source|target|head)-\d+)"
     r"\.safetensors)(\.\d+\.tmp)?"
 )
+
+
+def read_run(out: Path) -> dict[str, Any] | None:
+    """Return what an unfinished run in a folder wrote down of itself; None where there is none.
+
+    Raises:
+        UsageError: It is damaged.
+    """
+    try:
+        return artifacts.read_json(out / RUN, "run") if (out / RUN).exists() else None
+    except UsageError as error:
+        problem = str(error).rpartition(";")[0]
+        raise UsageError(f"{problem}; pass --force to start anew") from error
 
 
 def clear(out: Path) -> None:
@@ -30,7 +44,7 @@ def clear(out: Path) -> None:
         raise UsageError(f"{out}: is no folder; choose another for the calibration")
     files = sorted(out.iterdir())
     foreign = [path.name for path in files if path.is_dir() or not FILES.fullmatch(path.name)]
-    if foreign or (files and not _is_ours(out)):
+    if foreign or (files and not _is_ours(files)):
         held = f"holds {foreign[0]!r} too" if foreign else "is no calibration"
         raise UsageError(f"{out}: {held}, and is left alone; choose another folder")
     # Killed half way, it is no calibration any more and can still be cleared.
@@ -44,9 +58,15 @@ def clear(out: Path) -> None:
         out.rmdir()
 
 
-def _is_ours(out: Path) -> bool:
-    """Return whether a folder says itself that it is a calibration or an interrupted run."""
-    return any(
-        (out / name).is_file() and artifacts.peek(out / name) in ("calibration", "run")
-        for name in (INDEX, RUN)
-    )
+def _is_ours(files: list[Path]) -> bool:
+    """Return whether a folder's files say that they are a calibration or an interrupted run.
+
+    One of them will do, since the index or the run's record itself may be damaged.
+    """
+    return any(file.name in (INDEX, RUN) for file in files) and any(map(_is_part, files))
+
+
+def _is_part(file: Path) -> bool:
+    with contextlib.suppress(UsageError):
+        return artifacts.peek(file) in ("calibration", "run", "tokens", "moments", "dump")
+    return False

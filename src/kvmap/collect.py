@@ -33,8 +33,9 @@ from kvmap.calibration_files import (
     load_rows,
     load_side,
     save_moments,
+    write_index,
 )
-from kvmap.clearing import clear
+from kvmap.clearing import clear, read_run
 from kvmap.collect_options import CollectOptions, check_options, held_out_mask
 from kvmap.columns import LOOKBACK
 from kvmap.content import content_rows, row_width
@@ -61,7 +62,7 @@ def collect(
     text: dict[str, Any],
     progress: Progress = lambda step, done, total: None,
     together: bool = True,
-    force: bool = False,
+    force: bool | None = False,
     team: Ranks = ALONE,
 ) -> Calibration:
     """Fill a calibration folder and return it.
@@ -74,7 +75,7 @@ def collect(
         together: Keep both models in memory; otherwise one after the other, which keeps
             all rows on disk until the end.
         force: Remove the calibration or interrupted run in the folder, once all else is known
-            to be in order.
+            to be in order; None removes one that cannot be gone on with.
         team: Of several processes each takes its share of the shards, and the moments are those
             of all; where they share each model, all run all shards and the first keeps the rows.
 
@@ -150,7 +151,7 @@ class _Run:
         self.added = 0  # shards in the moments
         self.saved_at = time.monotonic()
 
-    def start(self, force: bool = False) -> bool:
+    def start(self, force: bool | None = False) -> bool:
         """Write down what this run is, or check that an interrupted one was the same.
 
         Returns:
@@ -164,28 +165,40 @@ class _Run:
             self._start_moments()
         return finished
 
-    def _begin(self, force: bool) -> bool:
+    def _begin(self, force: bool | None) -> bool:
         if force:
             clear(self.out)
-        path = self.out / RUN
-        finished = (self.out / INDEX).exists()
-        if finished and not path.exists():
+        record = artifacts.without_nan(self._record())
+        try:
+            self._check_folder(record)
+        except UsageError:
+            if force is not None:
+                raise
+            clear(self.out)
+        if (self.out / INDEX).exists():
+            return True
+        atomic.make_folder(self.out)
+        artifacts.write_json(self.out / RUN, record, private=True)
+        tensors = {"token_ids": self.token_ids.int(), "held_out": self.held_out}
+        artifacts.write(self.out / TOKENS, "tokens", tensors, {"text": self.text}, private=True)
+        return False
+
+    def _check_folder(self, record: dict[str, Any]) -> None:
+        """Check that the folder holds nothing, or an interrupted run of the same record.
+
+        Raises:
+            UsageError: It holds something else.
+        """
+        found = read_run(self.out)
+        if found is None and (self.out / INDEX).exists():
             raise UsageError(
                 f"{self.out}: holds a finished calibration; pass --force to replace it"
             )
-        atomic.make_folder(self.out)
-        record = artifacts.without_nan(self._record())
-        if path.exists() and artifacts.read_json(path, "run") != record:
+        if found not in (None, record):
             raise UsageError(
                 f"{self.out}: holds an interrupted run with other models, text or options; "
                 "pass --force to start anew, or the same options to resume it"
             )
-        if finished:
-            return True
-        artifacts.write_json(path, record, private=True)
-        tensors = {"token_ids": self.token_ids.int(), "held_out": self.held_out}
-        artifacts.write(self.out / TOKENS, "tokens", tensors, {"text": self.text}, private=True)
-        return False
 
     def _record(self) -> dict[str, Any]:
         models = [self.models.source.digest, self.models.target.digest]
@@ -367,7 +380,7 @@ class _Run:
                 path.name for path in (self._path("head", s) for s in shards) if path.exists()
             ],
         }
-        artifacts.write_json(self.out / INDEX, data, private=True)
+        write_index(self.out, data)
 
     def tidy(self) -> Calibration:
         """Remove what only a resumed run needs; what names the run goes last."""

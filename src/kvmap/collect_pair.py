@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kvmap import atomic, demo, models, plan, text
 from kvmap.calibration import Calibration
 from kvmap.collect import collect
 from kvmap.collect_options import CollectOptions
-from kvmap.errors import UsageError
+from kvmap.errors import KvmapError, UsageError
 from kvmap.fit import Recipe
 from kvmap.geometry import Geometry
 from kvmap.layers import are_layers_of
@@ -22,12 +23,16 @@ from kvmap.models.devices import SHARDED, pick_device, pick_dtype
 from kvmap.models.load import identify, load_tokenizer
 from kvmap.pipeline import (
     Text,
+    cache_folder,
     calibration_path,
     open_finished,
 )
 from kvmap.ranks import ranks
 
 Progress = Callable[[str, int, int], None]
+
+# What is held of a token while token ids are written down: Python's own numbers, in lists.
+TOKEN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,78 @@ def read_text(names: tuple[str, str], options: TextOptions, loading: Loading) ->
     found = text.documents(dataset, options.split, tokenizer, options.length, options.seed)
     token_ids = text.token_sequences(found, tokenizer, options.length, options.sequences)
     label = Path(dataset).name if os.path.exists(dataset) else dataset
-    return Text(token_ids, {"dataset": label, "split": options.split, "seed": options.seed})
+    files = sorted(set(text.beginnings(dataset, options.split).values()))
+    record = {"dataset": label, "split": options.split, "seed": options.seed, "files": files}
+    return Text(token_ids, record)
+
+
+def require_room(
+    names: tuple[str, str],
+    text: TextOptions,
+    options: CollectOptions,
+    out: Path | None,
+    loading: Loading,
+) -> None:
+    """Check that token ids fit in memory, and what is kept on the disk, before text is read.
+
+    Args:
+        options: With the scope filled in.
+
+    Raises:
+        KvmapError: They do not, whatever of a run before is there.
+        UsageError: A model reads no sequences of this length, however little they take.
+    """
+    require_length(names, geometries(names, loading), text.length)
+    asked = f"{text.sequences} sequences of {text.length} tokens"
+    tokens, free = text.sequences * text.length, plan.free_memory("cpu")
+    if tokens * TOKEN_BYTES > free:
+        raise KvmapError(
+            f"the token ids of {asked} would take {tokens * TOKEN_BYTES / 1e9:.2f} GB of memory, "
+            f"{free / 1e9:.2f} GB are free here; give fewer --sequences"
+        )
+    needed = 4 * tokens + _kept_bytes(names, text, options, loading)
+    where = out or cache_folder() / "calibrations"
+    if needed > (room := _disk_room(where)):
+        raise KvmapError(
+            f"{where}: {asked} would take {needed / 1e9:.2f} GB there, {room / 1e9:.2f} GB are "
+            "free; give fewer --sequences, a larger --stride, or collect with --no-dump"
+        )
+
+
+def _kept_bytes(
+    names: tuple[str, str], text: TextOptions, options: CollectOptions, loading: Loading
+) -> int:
+    """Return the bytes of rows and moments that are on the disk at the end of a run at least."""
+    shapes, place = geometries(names, loading), _place(loading)
+    # Of models that do not fit side by side the rows of one wait there for the other's.
+    waits = options.dump or not plan.fits_together(_weight_bytes(names, loading), place)
+    first = min(options.native_head, text.length)
+    kept = [
+        plan.dump_bytes(
+            *shapes, options, (text.sequences, tokens), pick_dtype(loading.dtype, place).itemsize
+        )
+        for tokens in (text.length * waits, first * options.moments)
+    ]
+    # Those that do not fit in memory are refused, or made of few layers in a second pass.
+    fits = options.moments and plan.too_large(*shapes, options) is None
+    return sum(kept) + fits * plan.moments_bytes(*shapes, options.scope)
+
+
+def _disk_room(where: Path) -> int:
+    """Return the bytes that a folder may come to: what is free, and what is in it already."""
+    held = 0
+    for folder, _, files in os.walk(where):
+        for file in files:
+            with suppress(OSError):  # another process has taken it away
+                held += os.lstat(os.path.join(folder, file)).st_size
+    whole = where.absolute()
+    above = next(path for path in (whole, *whole.parents) if os.path.exists(path))
+    return shutil.disk_usage(above).free + held
+
+
+def _place(loading: Loading) -> str:
+    """Return the device of a loading, before the processes that share a model have met too."""
+    return SHARDED if loading.device == SHARDED else pick_device(loading.device)
 
 
 def require_length(names: tuple[str, str], shapes: tuple[Geometry, Geometry], length: int) -> None:
@@ -82,11 +158,7 @@ def require_length(names: tuple[str, str], shapes: tuple[Geometry, Geometry], le
         UsageError: One does not.
     """
     for name, shape in zip(names, shapes, strict=True):
-        if shape.max_positions and length > shape.max_positions:
-            raise UsageError(
-                f"found --length {length}, but {name} reads at most {shape.max_positions} "
-                "tokens; give a smaller one"
-            )
+        shape.require_positions(name, length, "--length", "give a smaller one")
 
 
 def default_dataset(names: tuple[str, str]) -> str:
@@ -168,7 +240,7 @@ def collect_pair(
                 found.record,
                 progress,
                 together,
-                force and out is not None,
+                force if out is not None else None,
                 team,
             )
         return made, False
@@ -202,7 +274,7 @@ def check_layers(
 
 
 def _weight_bytes(names: tuple[str, str], loading: Loading) -> tuple[int, int]:
-    itemsize = pick_dtype(loading.dtype, pick_device(loading.device)).itemsize
+    itemsize = pick_dtype(loading.dtype, _place(loading)).itemsize
     configs = [load_config(models.resolve(name), loading.trust_remote_code) for name in names]
     counts = (parameter_count(config, loading.trust_remote_code) for config in configs)
     return tuple(count * itemsize for count in counts)

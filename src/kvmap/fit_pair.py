@@ -21,6 +21,7 @@ from kvmap.collect_pair import (
     collect_pair,
     geometries,
     read_text,
+    require_room,
     with_scope,
 )
 from kvmap.errors import UsageError
@@ -136,9 +137,10 @@ def fit_pair(
     Args:
         note: Told where the moments do not fit in memory and two passes are made instead.
     """
-    found = read_text(names, text_options, loading)
     shapes = geometries(names, loading)
     asked, options = options, with_scope(options, shapes, request.recipe)
+    require_room(names, text_options, options, None, loading)
+    found = read_text(names, text_options, loading)
     reused: tuple[str, ...] = ()
     path = cached_path(names, found, options, loading)
     if path is None or open_finished(path) is None:

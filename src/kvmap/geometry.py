@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import starmap, zip_longest
 from typing import Any
 
+from kvmap.errors import UsageError
+
 
 @dataclass(frozen=True)
 class RopeTable:
@@ -63,6 +65,22 @@ class Geometry:
             and len(self.rope) == len(other.rope)
             and all(starmap(_turn_alike, zip(self.rope, other.rope, strict=True)))
         )
+
+    def require_positions(self, name: str, count: int, what: str, remedy: str) -> None:
+        """Check that a model of this name reads so many positions, where its end is known.
+
+        Args:
+            what: Needs them.
+            remedy: What to do if there are fewer.
+
+        Raises:
+            UsageError: There are.
+        """
+        if 0 < self.max_positions < count:
+            raise UsageError(
+                f"{what} needs {count} positions, but {name} reads at most {self.max_positions}; "
+                f"{remedy}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; layers that share a rotation share its table."""
@@ -157,6 +175,25 @@ class Signature:
         """Digest weights, config, tokenizer and template; name, dtype and revision do not count."""
         return signature_digest(
             self.config_digest, self.weights_digest, self.tokenizer_digest, self.template_digest
+        )
+
+    def require_same(self, found: Signature, said: str, remedy: str) -> None:
+        """Check that a model is this one, by digest and by its cache's shape and RoPE.
+
+        Args:
+            said: Where this one stands, as in "the map's target".
+            remedy: What to do if it is another.
+
+        Raises:
+            UsageError: It is.
+        """
+        other = f"{found.name} (digest {found.digest[:12]})"
+        if found.digest == self.digest:
+            if self.geometry.same_cache(found.geometry):
+                return
+            other = "it with another cache shape or RoPE, by damage or another transformers"
+        raise UsageError(
+            f"{said} is {self.name} (digest {self.digest[:12]}), found {other}; {remedy}"
         )
 
     def to_json(self) -> dict[str, Any]:

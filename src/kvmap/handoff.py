@@ -63,11 +63,11 @@ def handoff(
         UsageError: The source's cache is not of its shape or holds other tokens, too few, or out
             of order, or the tokens are not of the target's vocabulary, or more than it reads.
     """
-    target.require_tokens(token_ids)
     clock = LapClock(target.device)
+    middle = _middle(cmap, target, source_cache, token_ids)
     room = _empty(target, token_ids)
     clock.lap("build")
-    mapped = map_context(cmap, target, source_cache, token_ids, clock, room)
+    mapped = map_middle(cmap, target, middle, clock, room.slice(0, middle.tokens))
     return finish(target, mapped, token_ids, cmap.options.native_head, clock, room)
 
 
@@ -77,7 +77,6 @@ def map_context(
     source_cache: KVCache,
     token_ids: Tensor,
     clock: LapClock | None = None,
-    room: KVCache | None = None,
 ) -> KVCache:
     """Return the mapped cache [B, H_t, T - tail, D_t] of tokens [B, T]: the source's half.
 
@@ -87,12 +86,18 @@ def map_context(
     Args:
         lowest: The target, or its lowest layers alone.
         source_cache: The source's, of at least the first T - tail tokens.
-        room: The target's cache of T tokens, whose front is written and returned.
 
     Raises:
         UsageError: The source's cache is not of its shape or holds other tokens, too few, or out
-            of order, or the tokens are not of the target's vocabulary.
+            of order, or the tokens are not of the target's vocabulary, or more than it reads.
     """
+    return map_middle(cmap, lowest, _middle(cmap, lowest, source_cache, token_ids), clock)
+
+
+def _middle(
+    cmap: CacheMap, lowest: LoadedModel, source_cache: KVCache, token_ids: Tensor
+) -> KVCache:
+    """Return what of the source's cache is to be mapped, and check all that can be before."""
     check_pair(cmap, None, lowest)
     lowest.require_tokens(token_ids)
     check_shapes(source_cache, cmap.source, "the source's cache")
@@ -106,9 +111,9 @@ def map_context(
     if min(head, stop):
         _check_head("source's", source_cache)
     read = replace(source_cache.slice(0, stop), token_ids=token_ids[:, :stop].long())
-    if stop <= head:
-        return allocate(cmap.target.geometry, read.slice(0, 0).to(lowest.device), lowest.dtype)
-    return map_middle(cmap, lowest, read, clock, room and room.slice(0, stop))
+    middle = read if stop > head else read.slice(0, 0)
+    _check_reach(lowest, middle, tokens)
+    return middle
 
 
 def finish(
@@ -146,8 +151,7 @@ def finish(
         )
     if min(native_head, stop):
         _check_head("mapped", mapped)
-    end = int(mapped.positions[:, -1].max()) + 1 if stop else 0
-    check_reach(target, end + token_ids.shape[-1] - stop)
+    _check_reach(target, mapped, token_ids.shape[-1])
     clock = clock or LapClock(target.device)
     token_ids = token_ids.to(target.device, torch.int64)
     if room is None:
@@ -189,6 +193,8 @@ def map_middle(
         past: The target's cache of what comes before, which its lowest layers attend to.
         before: The source's cache of what comes before, or its last tokens.
     """
+    if not middle.tokens:
+        return allocate(cmap.target.geometry, middle.to(target.device), target.dtype)
     clock = clock or LapClock(target.device)
     first = None
     if cmap.needs_target:
@@ -247,18 +253,10 @@ def _check_positions(what: str, cache: KVCache, remedy: str) -> None:
         )
 
 
-def check_reach(target: LoadedModel, end: int) -> None:
-    """Check that the target reads as far as position `end`, where a context has ended.
-
-    Raises:
-        UsageError: It does not.
-    """
-    most = target.signature.geometry.max_positions
-    if most and end > most:
-        raise UsageError(
-            f"the context ends at position {end - 1}, but {target.signature.name} reads positions "
-            f"0 to {most - 1}; hand over less"
-        )
+def _check_reach(target: LoadedModel, begun: KVCache, tokens: int) -> None:
+    """Check that the target reads as far as a context of so many tokens, begun thus, goes."""
+    end = int(begun.positions[:, -1].max()) + 1 if begun.tokens else 0
+    target.require_positions(end + tokens - begun.tokens)
 
 
 class LapClock:

@@ -89,17 +89,7 @@ class CacheMap:
         Raises:
             UsageError: It is another, or the map's header says of it what is not so.
         """
-        expected = getattr(self, side)
-        if found.digest != expected.digest:
-            raise UsageError(
-                f"the map's {side} is {expected.name} (digest {expected.digest[:12]}), found "
-                f"{found.name} (digest {found.digest[:12]}); fit a map for this pair"
-            )
-        if not expected.geometry.same_cache(found.geometry):
-            raise UsageError(
-                f"the map's header and {found.name} differ in the cache's shape or in RoPE; the "
-                "map is damaged or was made with another transformers: fit it again"
-            )
+        getattr(self, side).require_same(found, f"the map's {side}", "fit a map for this pair")
 
     def apply(
         self,

@@ -10,8 +10,16 @@ import torch
 
 from kvmap import artifacts, atomic
 from kvmap.calibration import Calibration
-from kvmap.calibration_files import INDEX, MOMENTS, RUN, SPLITS, TOKENS, load_moments, save_moments
-from kvmap.clearing import clear
+from kvmap.calibration_files import (
+    MOMENTS,
+    RUN,
+    SPLITS,
+    TOKENS,
+    load_moments,
+    save_moments,
+    write_index,
+)
+from kvmap.clearing import clear, read_run
 from kvmap.errors import UsageError
 from kvmap.geometry import json_digest
 from kvmap.moments import Moments
@@ -56,7 +64,7 @@ def merge(parts: list[Calibration], out: Path, force: bool = False) -> Calibrati
         raise
     if merged is not None:
         save_moments(out / MOMENTS, *merged)
-    artifacts.write_json(out / INDEX, index, private=True)
+    write_index(out, index)
     (out / RUN).unlink()
     return Calibration.open(out)
 
@@ -68,7 +76,7 @@ def _start(parts: list[Calibration], out: Path, force: bool) -> None:
         raise UsageError(f"{out}: is one of the calibrations to merge; choose another folder")
     if force:
         clear(out)
-    if (out / RUN).exists() and artifacts.read_json(out / RUN, "run") == record:
+    if read_run(out) == record:
         clear(out)
     atomic.make_folder(out)
     if any(out.iterdir()):
@@ -79,10 +87,9 @@ def _start(parts: list[Calibration], out: Path, force: bool) -> None:
 def _check(first: Calibration, other: Calibration) -> None:
     where = f"{other.path} and {first.path}"
     for side in ("source", "target"):
-        if getattr(first, side).digest != getattr(other, side).digest:
-            raise UsageError(
-                f"{where} have different {side} models; merge calibrations of one pair"
-            )
+        remedy = f"merge {other.path} with calibrations of its own pair"
+        said = f"{first.path}: its {side}"
+        getattr(first, side).require_same(getattr(other, side), said, remedy)
     mine, theirs = first.index, other.index
     differing = [n for n in MUST_AGREE if mine["options"].get(n) != theirs["options"].get(n)]
     differing += ["length"] if mine["length"] != theirs["length"] else []
@@ -107,11 +114,11 @@ def _copy_rows(parts: list[Calibration], out: Path) -> dict[str, list]:
         for shard in part.index["shards"]:
             names = {side: f"{side}-{len(shards):05d}.safetensors" for side in ("source", "target")}
             for side, name in names.items():
-                _copy(part.path / shard[side], out / name, first)
+                _copy(part.file(shard[side]), out / name, first)
             shards.append(names | {"sequences": shard["sequences"]})
         for name in part.index["heads"]:
             heads.append(f"head-{len(heads):05d}.safetensors")
-            _copy(part.path / name, out / heads[-1], first)
+            _copy(part.file(name), out / heads[-1], first)
         first += part.index["sequences"]
     return {"shards": shards, "heads": heads}
 
@@ -127,7 +134,7 @@ def _copy(path: Path, copy: Path, first_sequence: int) -> None:
 def _merged_moments(parts: list[Calibration]) -> tuple[dict[str, Moments], dict[str, Any]]:
     """Add up the parts' moments, no more than two of them in memory."""
     read = [
-        partial(load_moments, part.path / MOMENTS, (part.source, part.target), part.scope)
+        partial(load_moments, part.file(MOMENTS, "moments"), (part.source, part.target), part.scope)
         for part in parts
     ]
     merged, metadata = read[0]()

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvmap import atomic, fit, models
 from kvmap.calibration import Calibration
-from kvmap.calibration_files import INDEX
 from kvmap.collect_options import CollectOptions
 from kvmap.columns import LOOKBACK
 from kvmap.errors import UsageError
@@ -77,8 +76,8 @@ def sound_or_none(load: Callable[[Path], T], path: Path) -> T | None:
 
 
 def open_finished(path: Path) -> Calibration | None:
-    """Return the calibration in a folder, None where none was finished there."""
-    return Calibration.open(path) if (path / INDEX).exists() else None
+    """Return the calibration in a folder, None where no sound one was finished there."""
+    return sound_or_none(Calibration.open, path)
 
 
 def cached_layers(
@@ -205,12 +204,9 @@ def measure_accuracy(cmap: CacheMap, calibration: Calibration) -> CacheMap:
         UsageError: The calibration is of another pair, or keeps too little.
     """
     for side in ("source", "target"):
-        expected, found = getattr(cmap, side), getattr(calibration, side)
-        if expected.digest != found.digest:
-            raise UsageError(
-                f"{calibration.path}: its {side} is {found.name}, the map's is {expected.name}; "
-                "give a calibration of the same pair"
-            )
+        said = f"{calibration.path}: the map's {side}"
+        remedy = "give a calibration of the same pair"
+        getattr(cmap, side).require_same(getattr(calibration, side), said, remedy)
     made = replace(fit.recipe("kvmap"), options=cmap.options)
     job = fit.Job(calibration, (), made, (), lambda *_: None)
     return accuracy.measured(job, cmap)

@@ -26,17 +26,27 @@ def rows(where: str, split: str) -> Iterator[Placed]:
     Raises:
         UsageError: Nothing is there, or a row cannot be read.
     """
+    files = local_files(where, split)
+    if files is None:
+        yield from _hub_rows(where, split)
+    for file in files or ():
+        yield from _file_rows(file)
+
+
+def local_files(where: str, split: str) -> list[Path] | None:
+    """Return the files that rows are read from, in order; None for a hub data set.
+
+    Raises:
+        UsageError: A folder holds none.
+    """
     path = Path(os.path.expanduser(where))
     if os.path.isdir(path):  # which takes a name of any length
         files = files_in(path)
         if not files:
             raise UsageError(f"{where}: no {', '.join(READERS)} file in this folder")
-        for file in [f for f in files if of_split(f, split)] or files:
-            yield from _file_rows(file)
-    elif os.path.exists(path) or path.suffix in READERS or where.startswith((".", "/", "~")):
-        yield from _file_rows(path)
-    else:
-        yield from _hub_rows(where, split)
+        return [f for f in files if of_split(f, split)] or files
+    local = os.path.exists(path) or path.suffix in READERS or where.startswith((".", "/", "~"))
+    return [path] if local else None
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from kvmap.cache import KVCache, check_shapes
 from kvmap.engine import empty_cache, prepare
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry
-from kvmap.handoff import Handoff, LapClock, check_pair, check_reach, map_middle
+from kvmap.handoff import Handoff, LapClock, check_pair, map_middle
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
@@ -104,7 +104,7 @@ class StreamingMap:
                 f"the chunk is of {batch} sequences, expected {len(self.room.positions)} as of "
                 "those before; start a session for each batch"
             )
-        check_reach(self.target, self.tokens + chunk.tokens)
+        self.target.require_positions(self.tokens + chunk.tokens)
         self.target.require_tokens(chunk.token_ids)
         wanted = torch.arange(self.tokens, self.tokens + chunk.tokens)
         if not bool((chunk.positions.cpu() == wanted).all()):

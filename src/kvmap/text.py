@@ -10,6 +10,8 @@ document. No message repeats text.
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from sys import maxsize
 from typing import Any
@@ -18,13 +20,15 @@ import torch
 from torch import Tensor
 
 from kvmap.errors import UsageError
-from kvmap.rows import rows
+from kvmap.rows import local_files, rows
 
 TEXT_COLUMNS = ("text", "content", "story")
 CHAT_COLUMNS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant"}
 # Of a long document no more is tokenised than could fill a sequence.
 CHARACTERS_PER_TOKEN = 64
+# Bytes of a file by which it is known again.
+BEGINNING = 1 << 20
 
 
 def documents(
@@ -43,11 +47,10 @@ def documents(
     Raises:
         UsageError: A source is missing, cannot be read, is empty or has no known column.
     """
-    whole = bool(sources) and os.path.exists(sources)
-    names = [sources] if whole else [name for name in sources.split(",") if name.strip()]
+    names = _names(sources)
     if not names:
         raise UsageError("no data set named; give a name, a file or a folder with `--dataset`")
-    waiting = [_documents_of(name.strip(), split, tokenizer, tokens, seed) for name in names]
+    waiting = [_documents_of(name, split, tokenizer, tokens, seed) for name in names]
     while waiting:
         for one in tuple(waiting):
             text = next(one, None)
@@ -55,6 +58,25 @@ def documents(
                 waiting.remove(one)
             else:
                 yield text
+
+
+def beginnings(sources: str, split: str) -> dict[str, str]:
+    """Return the local files of one or several sources, each with a digest of how it begins.
+
+    Files are read from their beginning, so of two that begin alike the same text is read.
+    """
+    wheres = [name.partition("#")[0] for name in _names(sources) if name != "demo"]
+    found = {}
+    files = (file for where in wheres for file in local_files(where, split) or ())
+    for file in filter(Path.is_file, files):  # what is no file is read but once
+        with suppress(OSError), file.open("rb") as opened:
+            found[str(file)] = sha256(opened.read(BEGINNING)).hexdigest()
+    return found
+
+
+def _names(sources: str) -> list[str]:
+    whole = bool(sources) and os.path.exists(sources)
+    return [sources] if whole else [n.strip() for n in sources.split(",") if n.strip()]
 
 
 def token_sequences(texts: Iterable[str], tokenizer: Any, length: int, count: int) -> Tensor:

@@ -88,20 +88,6 @@ def _message(found: Any) -> dict[str, str]:
     return message
 
 
-def require_room(loaded: LoadedModel, tokens: int) -> None:
-    """Check that a model reads so many tokens.
-
-    Raises:
-        UsageError: They are more than its positions.
-    """
-    most = loaded.signature.geometry.max_positions
-    if most and tokens > most:
-        raise UsageError(
-            f"context and continuation have {tokens} tokens, but {loaded.signature.name} reads "
-            f"at most {most}; give less of either"
-        )
-
-
 def transfer(
     cmap: CacheMap,
     source: LoadedModel | None,

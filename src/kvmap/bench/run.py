@@ -81,11 +81,7 @@ def check_lengths(jobs: list[Job], contexts: list[int], trust_remote_code: bool 
         else:
             shapes = tuple(shape_of(config_of(name, trust_remote_code)) for name in job.names)
         for name, shape in zip(job.names, shapes, strict=True):
-            if shape.max_positions and max(contexts) > shape.max_positions:
-                raise UsageError(
-                    f"found --context {max(contexts)}, but {name} reads at most "
-                    f"{shape.max_positions} tokens; give smaller ones"
-                )
+            shape.require_positions(name, max(contexts), "--context", "give smaller ones")
 
 
 def map_path(job: Job, loading: Loading, progress: Progress) -> Path:

@@ -118,10 +118,11 @@ def _chosen(path: Path | None):
 
 
 def _collect(out: Output, names, text, asked, output, loading, force):
-    from kvmap.collect_pair import collect_pair, geometries, read_text, with_scope
+    from kvmap.collect_pair import collect_pair, geometries, read_text, require_room, with_scope
 
-    found = read_text(names, text, loading)
     asked = with_scope(asked, geometries(names, loading))
+    require_room(names, text, asked, output, loading)
+    found = read_text(names, text, loading)
     with out.progress() as progress:
         return collect_pair(names, found, asked, output, loading, progress, force)
 

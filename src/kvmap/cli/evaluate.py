@@ -165,6 +165,7 @@ def run(
     places = (source_model, target_model, loading)
     if predict:
         guess = _predict(cmap, asked, places)
+        _note_read(out, guess["read_in_calibration"])
         out.document({"map": str(cmap), **guess}, lambda: layout.prediction(guess))
         return
     found = _evaluate(out, cmap, asked, places)
@@ -231,7 +232,17 @@ def _evaluate(out: Output, path: Path, asked: Any, places: tuple) -> Any:
     with out.progress() as progress:
         found = evaluate(cmap, source, target, asked, journal, progress)
     remember(_folder() / "seen.jsonl", found.figures)
+    _note_read(out, found.figures["about"]["read_in_calibration"])
     return found
+
+
+def _note_read(out: Output, read: dict[str, str]) -> None:
+    """Say that text is not held out."""
+    for name, what in read.items():
+        out.note(
+            f"{name}: the map's calibration has read a file of the same {what}, so what is "
+            "measured on it is not held out"
+        )
 
 
 def _predict(path: Path, asked: Any, places: tuple) -> dict[str, Any]:

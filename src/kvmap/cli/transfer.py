@@ -77,7 +77,6 @@ def run(
     from kvmap.mapping import CacheMap
     from kvmap.models import load_lowest
     from kvmap.text import read_file
-    from kvmap.transfer import require_room
 
     out = Output(as_json, quiet)
     inputs.at_least("--generate", generate, 1)
@@ -102,8 +101,9 @@ def run(
     target = target or loading.open(target_model or loaded.target.name)
     reader = target if lowest is None else source
     token_ids, source_cache = _context(reader, loaded, prompt, messages, cache)
+    wanted = token_ids.shape[1] + (generate or 0)
     for model in filter(None, (source, target)):
-        require_room(model, token_ids.shape[1] + (generate or 0))
+        model.require_positions(wanted, "context with continuation", "give less of either")
     made = _hand_over(loaded, source, target, token_ids, source_cache, generate, compare)
     head = made.get("native_head")
     made["cache"] = None if output is None else _save(output, made.pop("kv"), target, head)
@@ -146,11 +146,7 @@ def _context(reader, cmap, prompt, messages, cache):
 
     if cache is not None:
         saved, signature = load_cache(cache)
-        if signature.digest != cmap.source.digest:
-            raise UsageError(
-                f"{cache}: is a cache of {signature.name}, expected one of the map's source "
-                f"{cmap.source.name}; fit a map for this pair"
-            )
+        cmap.source.require_same(signature, f"{cache}: the map's source", "fit a map for this pair")
         return require_batch_of_one(saved), saved
     if messages is not None:
         return message_ids(reader.tokenizer, messages), None

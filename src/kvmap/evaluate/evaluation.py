@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -17,11 +17,12 @@ from kvmap.evaluate.journal import Journal
 from kvmap.evaluate.report import Report, build
 from kvmap.evaluate.runner import Progress, no_progress, run_task
 from kvmap.evaluate.scores import Scores
-from kvmap.evaluate.tasks import TASKS, TaskOptions
+from kvmap.evaluate.tasks import TASKS, TaskOptions, is_read
 from kvmap.geometry import json_digest, pairing_problems
 from kvmap.handoff import check_pair
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
+from kvmap.text import beginnings
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def predicted(
     text = TASKS["text"](_asked(source, options, limit=predict.DOCUMENTS))
     check(text, source, target)
     pair = arms.make_pair(cmap, source, target, text.items[0].context, options.seed)
-    return predict.predict(pair, text, seen)
+    read = read_in_calibration(cmap, replace(options, tasks=("text",)))
+    return predict.predict(pair, text, seen) | {"read_in_calibration": read}
 
 
 def _asked(source: LoadedModel, options: EvaluateOptions, **changed: Any) -> TaskOptions:
@@ -161,13 +163,9 @@ def check_lengths(options: EvaluateOptions, *models: LoadedModel) -> None:
     Raises:
         UsageError: Saying which.
     """
-    for signature in (loaded.signature for loaded in models):
-        most = signature.geometry.max_positions
-        if most and max(options.lengths, default=0) > most:
-            raise UsageError(
-                f"found --length {max(options.lengths)}, but {signature.name} reads at most {most} "
-                "tokens; pass a smaller one"
-            )
+    longest = max(options.lengths, default=0)
+    for loaded in models:
+        loaded.require_positions(longest, "--length", "pass a smaller one")
 
 
 def check_models(cmap: CacheMap, source: LoadedModel, target: LoadedModel) -> None:
@@ -228,6 +226,37 @@ def about(cmap: CacheMap, options: EvaluateOptions) -> dict[str, Any]:
         "k": max((len(layer.source_layers) for layer in cmap.layers if layer), default=0),
         "map_options": asdict(cmap.options) | {"assignment": list(cmap.options.assignment)},
         "provenance": cmap.provenance,
+        "read_in_calibration": read_in_calibration(cmap, options),
         "options": options.to_json(),
         "version": kvmap.__version__,
     }
+
+
+def read_in_calibration(cmap: CacheMap, options: EvaluateOptions) -> dict[str, str]:
+    """Return the files an evaluation reads that the map's calibration has read too.
+
+    Returns:
+        By the file's name, what of it is known to be the same: "content", or, where a map keeps
+        no more, "name".
+    """
+    asked = [options.text] if is_read("text", options.tasks) else []
+    if options.data is not None and options.data.is_file() and is_read("data", options.tasks):
+        asked.append(str(options.data))
+    found = {}
+    for file, digest in (pair for one in asked for pair in beginnings(one, "test").items()):
+        name = Path(file).name
+        for text in _texts(cmap.provenance):
+            if isinstance(files := text.get("files"), list):
+                found |= {name: "content"} if digest in files else {}
+            elif name in (Path(n.partition("#")[0]).name for n in str(text["dataset"]).split(",")):
+                found.setdefault(name, "name")
+    return found
+
+
+def _texts(record: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield what provenance says of each text, of merged calibrations and composed maps too."""
+    if isinstance(record, Mapping) and "dataset" in record:
+        yield record
+    parts = record.values() if isinstance(record, Mapping) else record
+    for part in parts if isinstance(record, Mapping | list | tuple) else ():
+        yield from _texts(part)

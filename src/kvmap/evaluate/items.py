@@ -124,13 +124,8 @@ def check(task: Task, *models: LoadedModel) -> None:
             f"task {task.name} has no items; check its split, --limit and --data, or pass a "
             "smaller --length"
         )
-    for signature in (loaded.signature for loaded in models):
-        most = signature.geometry.max_positions
-        if most and task.longest > most:
-            raise UsageError(
-                f"task {task.name} has contexts of {task.longest} tokens, but {signature.name} "
-                f"reads at most {most}; pass a smaller --length"
-            )
+    for loaded in models:
+        loaded.require_positions(task.longest, f"task {task.name}", "pass a smaller --length")
 
 
 def wrong_context(items: Sequence[Item], index: int) -> Ids:

@@ -30,7 +30,8 @@ class Journal:
         lines = list(_lines(path))
         if lines and lines[0].get("fingerprint") == fingerprint:
             for line in lines[1:]:
-                journal.found[line["task"], line["item"]] = line["kept"]
+                if [type(line.get(n)) for n in ("task", "item", "kept")] == [str, str, dict]:
+                    journal.found[line["task"], line["item"]] = line["kept"]
         journal._rewrite()
         return journal
 
@@ -73,6 +74,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     for text in path.read_text(errors="replace").splitlines():
         try:
-            yield json.loads(text)
-        except ValueError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             return
+        if isinstance(line, dict):
+            yield line

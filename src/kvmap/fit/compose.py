@@ -47,17 +47,8 @@ def compose(first: CacheMap, second: CacheMap) -> CacheMap:
 
 
 def _check(first: CacheMap, second: CacheMap) -> None:
-    if first.target.digest != second.source.digest:
-        raise UsageError(
-            f"the first map ends at {first.target.name} (digest {first.target.digest[:12]}), the "
-            f"second starts at {second.source.name} (digest {second.source.digest[:12]}); "
-            "give maps that meet"
-        )
-    if not first.target.geometry.same_cache(second.source.geometry):
-        raise UsageError(
-            f"the maps' headers differ in the shape of {first.target.name}'s cache or in its RoPE; "
-            "one is damaged or was made with another transformers: fit it again"
-        )
+    remedy = "give a second map whose source that is"
+    first.target.require_same(second.source, "the first map's target", remedy)
     if first.needs_target:
         raise UsageError(
             f"the first map reads {first.target.name}'s own first layer, which a composed map "

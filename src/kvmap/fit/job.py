@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmap.calibration import Calibration
-from kvmap.errors import UsageError
 from kvmap.fit.closed_form import FitScores, Splits, fit_closed_form
 from kvmap.fit.recipes import Recipe
 from kvmap.fit.weights import attention_weights, weighted_splits
@@ -63,18 +62,10 @@ class Job:
             UsageError: It is another model.
         """
         loaded = self.openers[side]()
-        expected = (self.calibration.source, self.calibration.target)[side]
-        if loaded.signature.digest != expected.digest:
-            raise UsageError(
-                f"the calibration is of {expected.name} (digest {expected.digest[:12]}), found "
-                f"{loaded.signature.name} (digest {loaded.signature.digest[:12]}); "
-                "run `kvmap collect` for this model"
-            )
-        if not expected.geometry.same_cache(loaded.signature.geometry):
-            raise UsageError(
-                f"the calibration's index and {loaded.signature.name} differ in the cache's shape "
-                "or in RoPE; run `kvmap collect` again"
-            )
+        name = ("source", "target")[side]
+        said = f"{self.calibration.path}: its {name}"
+        expected = getattr(self.calibration, name)
+        expected.require_same(loaded.signature, said, "run `kvmap collect` for this model")
         return loaded
 
 

@@ -185,9 +185,9 @@ class DumpedRows:
                 f"{self.calibration.path}: networks need the rows, found moments alone; "
                 "run `kvmap collect` again without --no-dump"
             )
-        position, sequence = (
-            torch.cat(list(self._column("source", name))) for name in ("position", "sequence")
-        )
+        # Read whole once, and so checked, a shard at a time; after that tensor by tensor.
+        places = [place for _, *place in self.calibration.shards()]
+        position, sequence = map(torch.cat, zip(*places, strict=True))
         kept = position >= job.recipe.options.native_head
         out = self.calibration.sequences["held_out"][sequence]
         self.members = (kept & ~out, kept & out)

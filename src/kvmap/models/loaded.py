@@ -87,6 +87,12 @@ class LoadedModel:
                     "this model's tokenizer"
                 )
 
+    def require_positions(
+        self, count: int, what: str = "the context", remedy: str = "hand over less"
+    ) -> None:
+        """Check that the model reads so many positions, as `Geometry.require_positions` does."""
+        self.signature.geometry.require_positions(self.signature.name, count, what, remedy)
+
 
 def _runs_on(layer: nn.Module) -> torch.device:
     """Return where a layer runs; weights that are offloaded lie elsewhere until then."""

@@ -87,13 +87,9 @@ def load_lowest(
     with header.sound(path, KIND):
         signature = Signature.from_json(artifact.metadata["model"])
         count = operator.index(artifact.metadata["layers"])
-        alike = lambda one: (one.digest, one.geometry)  # noqa: E731
-        if expected is not None and alike(expected) != alike(signature):
-            raise UsageError(
-                f"{path}: holds the lowest layers of {signature.name} (digest "
-                f"{signature.digest[:12]}), expected those of the map's target {expected.name} "
-                f"(digest {expected.digest[:12]}); run `kvmap lowest` on this map"
-            )
+        if expected is not None:
+            said, remedy = f"{path}: the map's target", "run `kvmap lowest` on this map"
+            expected.require_same(signature, said, remedy)
         model = _shell(path, dict(artifact.metadata["config"]), signature, pick_dtype(dtype, place))
     _fill(model, artifact, place)
     loaded = LoadedModel(model, None, signature, count)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvmap import metrics
 from kvmap.cache import KVCache
-from kvmap.errors import UsageError
 from kvmap.evaluate.arms import Pair, caches
 from kvmap.evaluate.items import Ids, Item, Probe, wrong_context
 from kvmap.evaluate.journal import Journal
@@ -148,11 +147,8 @@ class Engine:
         }
 
     def _check(self, tokens: int) -> None:
-        if tokens > self.max_length:
-            raise UsageError(
-                f"the task has a context of {tokens} tokens, but the pair reads at most "
-                f"{self.max_length}; pass a smaller --few-shot"
-            )
+        for side in (self.pair.source, self.pair.target):
+            side.require_positions(tokens, "the task", "pass a smaller --few-shot")
 
 
 def likelihood(logits: Tensor, native: Tensor, answer: Ids) -> Likelihood:
