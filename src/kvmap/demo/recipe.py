@@ -101,7 +101,7 @@ SCHEDULES = {
     "tiny-l": Schedule(tokens=4_600_000, last_stage=6, cooling=0.3, owner_layer=3),
     "tiny-deep": Schedule(tokens=4_200_000, last_stage=7, cooling=0.3, owner_layer=4),
     "tiny-long": Schedule(
-        tokens=800_000, last_stage=7, cooling=0.8, owner_layer=3, rate=0.3, start="tiny-l"
+        tokens=2_000_000, last_stage=7, cooling=0.8, owner_layer=3, rate=0.3, start="tiny-l"
     ),
 }
 
