@@ -177,7 +177,9 @@ def test_reports_are_laid_out_alone_and_side_by_side(found):
     assert lines["one"] == ["two"]
     assert lines["k"] == ["1", "1"]
     about = found.figures["about"]
-    for recipe, name in ((fit.describe(fit.RECIPES["paper"]), "paper"), (OTHER, "other")):
+    paper, default = (fit.describe(fit.RECIPES[name]) for name in ("paper", "kvmap"))
+    default["options"]["lookback_layers"] = [0, 1]  # as a fit fills them in
+    for recipe, name in ((paper, "paper"), (default, "kvmap"), (OTHER, "other")):
         fitted = found.figures | {"about": about | {"provenance": {"recipe": recipe}}}
         said = side_by_side.compare([("a", fitted)])
         assert ["recipe", name] in [line.split() for line in said.splitlines()]

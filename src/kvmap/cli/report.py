@@ -60,11 +60,14 @@ ENDS = ("mean", "worst")
 def _recipe(about: dict[str, Any]) -> str:
     """Return the preset that a map was fitted by, whatever its k; "other" where it is none."""
     from kvmap.fit import RECIPES, describe
+    from kvmap.fit.recipes import with_lookback
 
     asked = (about.get("provenance") or {}).get("recipe")
     if not isinstance(asked, dict):
         return "-"
-    names = [name for name, one in RECIPES.items() if _but_k(describe(one)) == _but_k(asked)]
+    late = tuple(asked["options"]["lookback_layers"])
+    presets = {name: describe(with_lookback(one, late)) for name, one in RECIPES.items()}
+    names = [name for name, one in presets.items() if _but_k(one) == _but_k(asked)]
     return names[0] if names else "other"
 
 
