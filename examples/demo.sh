@@ -19,3 +19,5 @@ step kvmap transfer m-l.map --prompt-file story.txt --generate 1 --compare
 printf 'the story says: %s\n' "$(cat answer.txt)"
 step kvmap eval m-l.map --limit 100
 step kvmap bench m-l.map --context 1024,4096 --budget 5
+printf '\nNext: `kvmap fit tiny-m tiny-l -o m-l.map` keeps the map; `kvmap plan qwen3-8b qwen3-14b` says\n'
+printf 'what a pair of your own would take. The commands are in %s.\n' "$(dirname "$(command -v kvmap)")"

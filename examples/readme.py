@@ -59,12 +59,12 @@ def first_clause(file: Path, width: int = 80) -> str:
 
 
 def walk(block: str, folder: Path) -> str:
-    """Run each `$` line of a block and put what it prints beneath it."""
+    """Run each `$` line of a block and put what it prints beneath it, notes before the result."""
     lines = []
     for line in block.splitlines():
         if line.startswith("$ "):
             ended = run(line[2:], folder)
-            lines += [line, *(ended.stdout + ended.stderr).rstrip().splitlines(), ""]
+            lines += [line, *(ended.stderr + ended.stdout).rstrip().splitlines(), ""]
     return "\n".join(["```console", *lines[:-1], "```"])
 
 

@@ -93,4 +93,5 @@ if __name__ == "__main__":
     try:
         command_line()
     except KvmapError as error:
-        sys.exit(f"Error: {error}")
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -11,12 +11,15 @@ from triton.compiler import ASTSource
 from kvmap.engine.fused import Tile
 from kvmap.engine.kernel import map_tile
 
-POINTERS = {"tensors": "*i64", "steps": "*i32", "cos": "*fp32", "sin": "*fp32"}
-NUMBERS = ("turn", "tokens", "count", "room", "inputs", "out_batch", "out_head", "out_token")
+POINTERS = {"tensors": "*i64", "steps": "*i32", "cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
+NUMBERS = (
+    *("turn", "block", "tokens", "count", "room", "inputs"),
+    *("out_batch", "out_head", "out_token"),
+)
 PRODUCTS = {80: "mma.sync", 90: "wgmma.mma"}
 
 
-def compiled(capability: int, size: int) -> dict[str, int]:
+def compiled(capability: int, size: int, paged: bool) -> dict[str, int]:
     """Compile for bf16 heads of a size, keys and anchors among them, everything aligned."""
     tile = Tile.of(size, 2)
     constants = {
@@ -28,6 +31,7 @@ def compiled(capability: int, size: int) -> dict[str, int]:
         "planes": tile.planes,
         "half": size // 2,
         "aligned": True,
+        "paged": paged,
         "widen": False,
     }
     kinds = dict.fromkeys(("entries", "weight", "bias", "out"), "*bf16") | POINTERS
@@ -54,4 +58,5 @@ def compiled(capability: int, size: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    json.dump([compiled(cc, size) for cc in PRODUCTS for size in (128, 256)], sys.stdout)
+    sizes = ((128, False), (128, True), (256, False))
+    json.dump([compiled(cc, *size) for cc in PRODUCTS for size in sizes], sys.stdout)

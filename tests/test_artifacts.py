@@ -310,7 +310,7 @@ def test_a_link_keeps_pointing_at_the_new_file(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     artifacts.write(tmp_path / "link", "map", {}, {})
     assert (tmp_path / "link").is_symlink()
-    assert artifacts.peek(tmp_path / "real") == "map"
+    assert header.peek(tmp_path / "real") == "map"
 
 
 def test_writing_stops_before_work_on_what_is_there(saved, tmp_path):
@@ -330,7 +330,7 @@ def test_json_artifacts_are_checked_alike(tmp_path):
     )
     expected = {"kind": "calibration", "nll": None, "shards": ["a"]}
     assert artifacts.read_json(path, "calibration") == expected
-    assert artifacts.peek(tmp_path) == "calibration"
+    assert header.peek(tmp_path) == "calibration"
     with pytest.raises(UsageError, match="is a calibration file, where a report was expected"):
         artifacts.read_json(path, "report")
     good = path.read_text()
@@ -341,10 +341,10 @@ def test_json_artifacts_are_checked_alike(tmp_path):
 
 
 def test_peek_tells_the_kind_and_refuses_the_rest(saved, tmp_path):
-    assert artifacts.peek(saved) == "map"
+    assert header.peek(saved) == "map"
     report = artifacts.write_json(tmp_path / "report.json", {"kind": "report"})
-    assert artifacts.peek(report) == "report"
+    assert header.peek(report) == "report"
     with pytest.raises(UsageError, match=r"index\.json: no such file; run `kvmap collect"):
-        artifacts.peek(tmp_path)
+        header.peek(tmp_path)
     with pytest.raises(UsageError, match="no such file"):
-        artifacts.peek(Path("absent"))
+        header.peek(Path("absent"))

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,8 +33,9 @@ from kvmap.bench.shapes import random_map, random_model
 from kvmap.bench.stream import bench_stream
 from kvmap.cli import app
 from kvmap.cli import bench as command
+from kvmap.cli.bench_text import report
 from kvmap.errors import FloorMissed, UsageError
-from kvmap.fit import Recipe, recipe
+from kvmap.fit import Recipe, describe, recipe
 from kvmap.footprint import map_parameters
 from kvmap.mapping import MapOptions
 
@@ -150,7 +152,7 @@ SMALL = {
 @pytest.fixture
 def known(monkeypatch):
     """Make two small shapes known by name."""
-    from kvmap.models import names
+    from kvmap import names
 
     monkeypatch.setitem(names.KNOWN, "one", ("nobody/one", SMALL))
     two = SMALL | {"num_hidden_layers": 10, "hidden_size": 48}
@@ -206,6 +208,22 @@ def test_pairs_recipes_and_directions_are_all_measured():
         jobs_of(None, "a", False, None)
     with pytest.raises(UsageError, match="no recipe 'soup'"):
         jobs_of(None, "a,b", False, "soup")
+
+
+@pytest.mark.parametrize(
+    ("provenance", "known"),
+    [
+        ({"recipe": describe(replace(recipe("kvmap-fast"), k=3))}, "kvmap-fast"),
+        ({"recipe": describe(replace(recipe("kvmap"), ridge=0.5))}, "other"),
+        ({}, None),
+    ],
+)
+def test_a_map_by_its_file_is_of_the_recipe_that_it_was_fitted_by(
+    measured, tmp_path, provenance, known
+):
+    path = replace(measured[0], provenance=provenance).save(tmp_path / "a.map")
+    (job,) = jobs_of(path, "a,b", False, None)
+    assert (job.path, job.recipe) == (path, known)
 
 
 @pytest.mark.parametrize("given", ["", "1", "x", "128,,256", "-5"])
@@ -348,3 +366,11 @@ def test_command_refuses_what_it_cannot_time(kvmap_run, given, message):
     code, _, said = kvmap_run("bench", *given)
     assert code == 2
     assert message in said
+
+
+def test_shares_that_no_machine_can_have_are_explained(measured, machine):
+    document = {"machine": machine.to_json(), "maps": []}
+    rows = [{"recipe": "kvmap", **one.to_json()} for one in measured[1]]
+    said = "other work slowed the machine"
+    assert said not in report({**document, "contexts": [{**rows[0], "matmul_share": 0.9}]})
+    assert said in report({**document, "contexts": [{**rows[0], "matmul_share": 1.1}]})

@@ -153,7 +153,6 @@ IGNORED = [
     ("fit a --frontier -k 2", "-k is what --frontier and --budget vary"),
     ("fit a --budget 0.1 --no-joint", "--no-joint is what --frontier and --budget vary"),
     ("fit a --budget 0.1 --layers l", "--layers is what --frontier and --budget vary"),
-    ("fit a --budget 0.1 -n", "--dry-run does nothing, and --frontier and --budget measure"),
     ("collect a b --merge -o c --stride 1", "--stride is what merged calibrations have already"),
     ("collect a b --merge -o c --no-joint", "--no-joint is what merged calibrations have"),
     ("collect a b --merge -o c -n", "--dry-run is what merged calibrations have already"),
@@ -404,6 +403,8 @@ def test_the_whole_way_on_a_planted_pair(kvmap_run, planted_paths, text, tmp_pat
     code, shown, _ = kvmap_run("show", cmap)
     assert code == 0
     assert "layers.0.key.weight" in shown
+    options = next(line for line in shown.splitlines() if line.startswith("options "))
+    assert re.search(r" heads (all|matched), .*native_head \d", options), options
     assert json.loads(kvmap_run("show", cmap, "--json")[1])["kind"] == "map"
     assert "* chosen" in kvmap_run("show", layers)[1]
     assert "moments.safetensors" in kvmap_run("show", calibration)[1]
@@ -584,3 +585,73 @@ def test_a_bench_runs_code_that_a_checkpoint_brings_only_if_asked(kvmap_run, our
         assert (code, text_, "brings code of its own" in error) == (2, "", True)
         code, text_, error = kvmap_run(*timed, *part, "--trust-remote-code")
         assert (code, str(ours.name) in text_) == (0, True), error
+
+
+LAYERS = 3  # of the source of the planted pair
+
+
+@pytest.fixture
+def collected(kvmap_run, planted_paths, text, tmp_path):
+    """Return the folder of a small calibration of models with few layers."""
+    shape = ("--dataset", text, "--sequences", 12, "--length", 32, "--stride", 1)
+    made = tmp_path / "calib"
+    assert kvmap_run("collect", *planted_paths("twin_llama"), *shape, "-o", made)[0] == 0
+    return made
+
+
+def test_more_layers_than_the_source_has_are_refused_where_they_are_asked_for(
+    kvmap_run, collected, planted_paths
+):
+    names = planted_paths("twin_llama")
+    said = rf"found -k 99, .*twin_llama-source has {LAYERS} layers; give at most {LAYERS}, or auto"
+    fits = [("fit", *names), ("fit", *names, "-n"), ("fit", collected), ("fit", collected, "-n")]
+    for asked in (*fits, ("select-layers", collected)):
+        code, out, error = kvmap_run(*asked, "-k", 99)
+        assert (code, out) == (2, ""), asked
+        assert re.search(said, error), error
+
+
+def test_a_preset_that_the_source_caps_says_so(kvmap_run, collected, planted_paths, tmp_path):
+    said = f"k = 8 is capped at the source's {LAYERS} layers\n"
+    layers = tmp_path / "layers"
+    for asked in (
+        ("fit", *planted_paths("twin_llama"), "-n"),
+        ("fit", collected),
+        ("select-layers", collected, "-o", layers),
+    ):
+        code, _, error = kvmap_run(*asked, "--recipe", "paper")
+        assert (code, error.count(said)) == (0, 1), error
+    for more in (("--layers", layers), ("-k", LAYERS), ("-k", "auto")):
+        assert said not in kvmap_run("fit", collected, "--recipe", "paper", *more)[2]
+
+
+def test_a_model_alone_is_told_that_its_target_is_missing(kvmap_run, planted_paths):
+    for name in ("qwen3-8b", "Qwen/Qwen3-8B", "tiny-m", planted_paths("twin_llama")[0]):
+        code, out, error = kvmap_run("fit", name, "--sequences", 9)
+        assert (code, out) == (2, "")
+        assert f"{name} is a model, and TARGET is missing; run `kvmap fit {name} TARGET`" in error
+    assert "found no calibration" in kvmap_run("fit", "absent")[2]
+
+
+def test_few_rows_for_one_layer_are_not_told_to_take_fewer(kvmap_run, collected):
+    few = "warning: fewer than 4 rows per input; in-sample R² says nothing here: give more"
+    said = {k: kvmap_run("fit", collected, "--heads", "all", "-k", k)[2] for k in (1, 2)}
+    assert f"{few} --sequences\n" in said[1]
+    assert f"{few} --sequences or a smaller -k\n" in said[2]
+
+
+def test_a_frontier_tells_of_each_candidate_as_it_goes(kvmap_run, collected):
+    code, out, error = kvmap_run("fit", collected, "--frontier", "--recipe", "paper")
+    assert code == 0
+    lines = error.splitlines()
+    assert lines[0].startswith(f"1 of {len(lines)}: all heads, k 1, rank +1% error: KL ")
+    assert lines[-1].startswith(f"{len(lines)} of {len(lines)}: matched heads, ")
+    assert out.startswith("frontier")
+    quiet = kvmap_run("fit", collected, "--frontier", "--recipe", "paper", "-q")
+    assert (quiet[0], quiet[2]) == (0, "")
+
+
+def test_help_tells_the_two_things_apart_that_a_method_is(kvmap_run):
+    said = " ".join(kvmap_run("fit", "--help")[1].split())
+    assert "how layers are chosen, top or greedy" in said
+    assert "which network is fitted instead, mlp or residual" in said

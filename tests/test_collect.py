@@ -301,6 +301,18 @@ def test_finished_calibration_is_not_written_over(run, tmp_path):
     assert contents(tmp_path / "c") == before
 
 
+def test_command_refuses_a_folder_that_is_taken_before_it_reads_text(run, kvmap_run, tmp_path):
+    run(tmp_path / "c")
+    (tmp_path / "file").write_text("")
+    asked = ("collect", "tiny-s", "tiny-m", "--dataset", tmp_path / "absent.txt", "-o")
+    for name, said in (("c", "holds a finished calibration"), ("file", "is no folder")):
+        code, _, error = kvmap_run(*asked, tmp_path / name)
+        assert (code, said in error) == (2, True), error
+    code, _, error = kvmap_run(*asked, tmp_path / "c", "--force")
+    assert "absent.txt" in error
+    assert (tmp_path / "c" / "index.json").exists()
+
+
 def cut_short(shard):
     shard.write_bytes(shard.read_bytes()[:-3])
 

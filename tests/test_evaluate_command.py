@@ -135,6 +135,17 @@ def test_eval_on_the_calibration_s_own_text_says_so(files, tmp_path, capsys):
             assert (said in err) == bool(seen)
     figures = artifacts.read_json(tmp_path / "a.json")
     assert figures["about"]["read_in_calibration"] == {}
+    how = ("--length", "64", "--text", copy)
+    beside = "on text the calibration has read: not held out"
+    for more in (("--tasks", "text", "--limit", "3", "--diagnosed", "0"), ("--predict",)):
+        code, out, _ = _run(capsys, "eval", cmap, *more, *how)
+        assert code == 0
+        assert beside in out
+    absent = ("--source", tmp_path / "absent")  # no model is looked for either
+    code, out, err = _run(capsys, "eval", cmap, "--tasks", "text", *how, "--sign", *absent)
+    assert (code, out) == (2, "")
+    assert f"{cmap}: cannot be signed by what is measured on copy.jsonl, since its cal" in err
+    assert not evidence.evidence_path(cmap).exists()
 
 
 def test_missed_floor_exits_with_3_after_printing(files, capsys):
@@ -176,7 +187,9 @@ def test_text_of_short_documents_alone_is_told_before_any_work(files, tmp_path, 
     text = ("--text", tmp_path / "short.txt", "--length", "64")
     code, out, err = _run(capsys, "eval", folder / "right.map", *places, *how, *text)
     assert (code, out) == (2, "")
-    assert "task text has no items" in err
+    found = f"the longest document of {tmp_path / 'short.txt'} has "
+    assert f"task text has no items: {found}" in err
+    assert "expected at least 64; pass other text with --text, or, where" in err
 
 
 def test_predict_runs_no_task(files, capsys):

@@ -102,6 +102,8 @@ def test_maps_seen_are_kept_and_broken_lines_left_out(tmp_path):
     predict.remember(path, figures)
     predict.remember(path, figures | {"verdict": "not enough items"})
     predict.remember(path, figures | {"retention": None})
+    seen = {"map_sha256": "a", "read_in_calibration": {"a.txt": "content"}}
+    predict.remember(path, figures | {"about": seen})
     with path.open("a") as file:
         file.write('{"cosine"')
     assert predict.recall(path) == [predict.Seen("a", 0.95, 0.9)]

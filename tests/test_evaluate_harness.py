@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval`")
 
+from kvmap.errors import UsageError
 from kvmap.evaluate import arms
 from kvmap.evaluate.evaluation import EvaluateOptions, evaluate
 from kvmap.evaluate.harness import engine as engines
@@ -129,6 +130,16 @@ def test_an_interrupted_harness_task_goes_on_and_ends_the_same(rows, tmp_path, m
     assert len(ran) == len(set(ran)) + 1  # the context it died in, and no other, is run twice
     assert resumed == whole
     assert not journal.exists()
+
+
+def test_a_harness_task_of_no_rows_says_so(monkeypatch):
+    monkeypatch.setattr(judge, "load", lambda wanted: [])
+    monkeypatch.setattr(judge, "samples_of", lambda *_: {})
+    cmap, source, target = measured.twin()
+    pair = arms.make_pair(cmap, source, target, measured.contexts(1, 24)[0])
+    engine = engines.Engine(pair, ("native", "mapped"), lambda *_: None)
+    with pytest.raises(UsageError, match="task piqa has no items: the harness found 0 rows, exp"):
+        judge.judge("piqa", ["piqa"], engine, 4, None)
 
 
 def test_harness_tasks_are_known_by_name():

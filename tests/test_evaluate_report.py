@@ -113,9 +113,12 @@ def test_gate_holds_the_end_of_the_interval_not_the_point():
         "verdict": "recovers",
         "documents": 50,
         "undefined": {},
+        "retention": 0.91,
+        "gap_recovered": None,
+        "margin": 0.29,
         "intervals": {"retention": [0.85, 0.99], "gap_recovered": None, "margin": [0.2, 0.4]},
-        "arms": {"mapped": {"intervals": {"kl": [0.01, 0.3]}}},
-        "cosine": {"mean": 0.95, "interval": [0.9, 0.97]},
+        "arms": {"mapped": {"kl": 0.21, "intervals": {"kl": [0.01, 0.3]}}},
+        "cosine": {"mean": 0.95, "interval": [0.9, 0.97], "documents": 8},
     }
     check = lambda **floors: gates.check(figures, gates.Gates(**floors))  # noqa: E731
     assert check(min_retention=0.84, min_margin=0.1, min_cosine=0.9, max_kl=0.3) == []
@@ -123,13 +126,31 @@ def test_gate_holds_the_end_of_the_interval_not_the_point():
         "retention may be as low as 0.850, below --min-retention 0.92"
     ]
     assert check(max_kl=0.2) == ["kl may be as high as 0.300, above --max-kl 0.2"]
+    assert check(min_retention=0.9) == [
+        "retention is 0.910, but over 50 documents it may be as low as 0.850, "
+        "below --min-retention 0.9"
+    ]
+    assert check(max_kl=0.25) == [
+        "kl is 0.210, but over 50 documents it may be as high as 0.300, above --max-kl 0.25"
+    ]
+    assert "cosine is 0.950, but over 8 documents it may" in check(min_cosine=0.94)[0]
     assert "gap_recovered is undefined" in check(min_gap_recovered=0.1)[0]
     assert len(check(min_margin=0.3, min_cosine=0.94)) == 2
 
 
-def test_too_few_documents_reach_no_floor():
-    figures = _planted_report().figures | {"verdict": "not enough items", "documents": 3}
-    assert "3 documents are not enough" in gates.check(figures, gates.Gates(min_margin=0.0))[0]
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "3 documents, of which a verdict needs at least 10",
+        "the difference from the source is not known to ±0.1",
+    ],
+)
+def test_without_a_verdict_no_floor_is_reached_and_the_reason_is_said(reason):
+    figures = _planted_report().figures | {"verdict": "not enough items", "unsure": reason}
+    asked = gates.Gates(min_margin=0.0, min_gap_recovered=0.5, max_kl=0.1)
+    gap, margin = gates.check(figures, asked)
+    assert margin == f"--min-margin 0 cannot be said to be met: {reason}"
+    assert "undefined (the source is as good as native or better" in gap
 
 
 def test_evidence_is_bound_to_the_map_and_its_verdict(found, tmp_path):
@@ -149,6 +170,37 @@ def test_evidence_is_bound_to_the_map_and_its_verdict(found, tmp_path):
         evidence.read(path)
 
 
+def _not_held_out(report):
+    about = report.figures["about"] | {"read_in_calibration": {"my.jsonl": "content"}}
+    return replace(report, figures=report.figures | {"about": about})
+
+
+def test_text_that_is_not_held_out_is_said_beside_every_verdict(found):
+    said = "on text the calibration has read: not held out"
+    seen = _not_held_out(found)
+    sure = replace(seen, figures=seen.figures | {"verdict": "recovers", "unsure": None})
+    assert f"verdict: recovers, {said}\n" in f"{layout.render(sure.figures)}\n"
+    assert f'"verdict">recovers, {said}<' in page(sure)
+    assert f"at least 10; {said}\n" in layout.render(seen.figures)
+    side = side_by_side.compare([("seen", sure.figures), ("not", found.figures)])
+    (line,) = (line for line in side.splitlines() if line.startswith("verdict"))
+    assert "recovers (not held out)" in line
+    assert line.count("held out") == 1
+    for text in (layout.render(found.figures), page(found)):
+        assert said not in text
+
+
+def test_what_is_not_held_out_is_not_signed(found, tmp_path):
+    path = measured.twin()[0].save(tmp_path / "a.map")
+    with pytest.raises(
+        UsageError, match=r"a\.map: cannot be signed by .* my\.jsonl, .* other text"
+    ):
+        evidence.sign(path, _not_held_out(found))
+    assert evidence.read(path) is None
+    evidence.sign(path, found)
+    assert evidence.read(path)["read_in_calibration"] == {}
+
+
 def test_edited_evidence_is_refused(found, tmp_path):
     path = tmp_path / "a.map"
     measured.twin()[0].save(path)
@@ -165,6 +217,33 @@ def test_page_stands_alone(found):
     for arm in ARMS:
         assert arm in text
     assert found.verdict in text
+
+
+def test_few_documents_are_said_at_the_head_and_have_no_p(found):
+    head = "6 questions on 2 documents; too few documents for intervals (2, at least 10)"
+    assert head in page(found)
+    text = layout.render(found.figures)
+    assert text.splitlines()[0] == f"source → target: {head}"
+    (line,) = (line for line in text.splitlines() if line.startswith("mapped - native"))
+    assert line.endswith("]  p -")
+    enough = layout.render(_planted_report().figures).splitlines()[0]
+    assert enough.endswith("36 questions on 12 documents; intervals 95 %, over documents")
+
+
+def test_smallest_p_is_an_upper_bound_and_wilson_s_intervals_are_marked():
+    report = _planted_report()
+    text, html = layout.render(report.figures), page(report)
+    (line,) = (line for line in text.splitlines() if line.startswith("mapped - wrong_document"))
+    assert "  p < 0.001, McNemar p " in line
+    assert layout.p_values({"p_bootstrap": 0.002}) == "p 0.002"
+    arms = {line.split()[0]: line for line in layout.arms_table(report.figures).splitlines()}
+    assert "1.000 [0.758, 1.000]* " in arms["native"]
+    assert "*" not in arms["wrong_document"]
+    assert arms["*"].startswith("* Wilson's score interval")
+    assert "<td>1.000 [0.758, 1.000]*</td>" in html
+    assert "<p>* Wilson" in html
+    report.figures["arms"] = {"zero": report.figures["arms"]["zero"]}
+    assert "Wilson" not in layout.arms_table(report.figures)
 
 
 def test_reports_are_laid_out_alone_and_side_by_side(found):

@@ -56,6 +56,7 @@ def test_perfect_score_is_not_certain():
     found = st.proportion_interval(samples, 20)
     assert (found.point, found.upper) == (1, 1)
     assert found.lower == pytest.approx(1 - 0.1611, abs=1e-4)
+    assert [st.by_wilson(share) for share in (0.0, 1.0, 0.5, None)] == [True, True, False, False]
 
 
 def test_mcnemar_is_the_exact_binomial():
@@ -79,6 +80,33 @@ def test_bootstrap_p_value_tells_a_clear_difference_from_none():
     units = torch.arange(100)
     assert st.bootstrap_p_value(st.resampled_means(noise + 1, units)[:, 0]) < 0.01
     assert st.bootstrap_p_value(st.resampled_means(noise - noise.mean(), units)[:, 0]) > 0.5
+
+
+def test_bootstrap_p_value_is_never_below_what_its_resamples_allow():
+    samples = st.resampled_means(torch.ones(20, 1), torch.arange(20))[:, 0]
+    assert st.bootstrap_p_value(samples) == st.SMALLEST_P == pytest.approx(2 / 2001)
+    assert st.bootstrap_p_value(samples[:500]) == pytest.approx(2 / 500)
+
+
+@pytest.mark.parametrize(
+    ("divisor", "expected"),
+    [
+        ((0.2, -0.1, 0.5), "native - source is 0.200 [-0.100, 0.500], not above 0 for sure"),
+        ((-0.1, -0.3, 0.1), "native - source is -0.100 [-0.300, 0.100], not above 0 for sure"),
+        ((-0.5, -0.9, -0.1), "no gap"),
+        ((0.01, -0.02, 0.04), "no gap"),
+        ((0.5, 0.4, 0.6), "an arm has no score"),
+        ((None,), "an arm has no score"),
+    ],
+)
+def test_an_undefined_ratio_is_told_from_one_that_is_not_known(divisor, expected):
+    """A gap that is not there is a finding; a wide interval is none."""
+    assert st.why_undefined(st.Interval(*divisor), "native - source", "no gap") == expected
+
+
+def test_few_documents_are_too_few():
+    assert st.too_few(9) == "too few documents for intervals (9, at least 10)"
+    assert st.too_few(10) is None
 
 
 def _arms(native, source, mapped, n=200):

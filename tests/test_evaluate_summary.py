@@ -68,6 +68,45 @@ def test_gap_without_a_gap_is_undefined_and_says_so():
     assert "no gap" in found["undefined"]["gap_recovered"]
 
 
+def test_gap_that_is_not_known_is_not_said_to_be_none():
+    """Of twelve answers the source has one less: between none and three in resamples."""
+    found = summary.summarise(_scores(GOOD | {"source": 0.8}, documents=12, questions=1))
+    assert found["gap_recovered"] is None
+    said = found["undefined"]["gap_recovered"]
+    assert said.startswith("native - source is 0.083 [0.000, 0.250], not above 0")
+
+
+def test_what_cannot_be_right_or_has_no_chance_is_undefined_for_that_reason():
+    text = summary.summarise(_scores({}, chance=None))["undefined"]
+    assert text["retention"] == "nothing can be right or wrong here"
+    free = summary.summarise(_scores(GOOD, chance=None))["undefined"]
+    assert free == {"floor_normalised_retention": "chance is not known"} | {
+        "gap_recovered_nll": free["gap_recovered_nll"]
+    }
+    lost = summary.summarise(_scores(GOOD | {"native": 0.0}))["undefined"]
+    assert lost["retention"] == "native scores nothing to retain"
+    assert lost["floor_normalised_retention"] == "native is no better than chance"
+
+
+@pytest.mark.parametrize(("documents", "tested"), [(9, False), (10, True)])
+def test_few_documents_have_no_p(documents, tested):
+    found = summary.summarise_all([_scores(GOOD, documents=documents)])
+    for figures in (found, found["tasks"]["t"]):
+        for test in figures["tests"].values():
+            assert (test["p_bootstrap"] is not None) == tested
+            assert (test["p_mcnemar"] is not None) == tested
+            assert test["interval"] is not None
+        for name in ("p_bootstrap", "p_mcnemar"):
+            few = None if tested else "too few documents for intervals (9, at least 10)"
+            assert figures["undefined"].get(name) == few
+
+
+def test_text_of_few_documents_has_no_exact_test_to_leave_out():
+    found = summary.summarise(_scores({}, chance=None, documents=3))
+    assert "p_bootstrap" in found["undefined"]
+    assert "p_mcnemar" not in found["undefined"]
+
+
 def test_text_without_answers_is_judged_by_its_nats():
     nll = {"native": 2.0, "source": 3.0, "mapped": 2.2, "wrong_document": 4.0, "zero": 4.5}
     found = summary.summarise(_scores({}, chance=None, nll=nll))

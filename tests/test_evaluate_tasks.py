@@ -160,6 +160,64 @@ def test_empty_task_and_long_contexts_are_refused():
         check(task, _reads(longest), _reads(longest - 1))
 
 
+ROW = {"story": "s", "questions": ["a?"], "answers": {"input_text": ["b"]}}
+UNANSWERED = {"messages": [{"role": "user", "content": "who?"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "options", "found", "remedy"),
+    [
+        (
+            "text",
+            [{"text": "12345"}, {"text": "1"}],
+            {},
+            "the longest document of .* has 5 tokens, expected at least 512",
+            "other text with --text, or, where the task text is asked for, a smaller --length",
+        ),
+        (
+            "wikitext2",
+            [{"text": "123"}, {"text": "4"}],
+            {},
+            "2 rows have 6 tokens together, expected at least 2048",
+            "other rows with --data, or a smaller --length",
+        ),
+        ("wikitext2", [], {"lengths": (64,)}, "0 rows have 0 .* at least 64", "other rows with"),
+        (
+            "coqa",
+            [ROW] * 3,
+            {"turn": 2},
+            "the longest of 3 conversations read has 1 answered turns, expected at least 2",
+            "other ones with --data or a smaller --turn",
+        ),
+        ("coqa", [], {}, "the longest of 0 conversations read has 0 .*", "other ones with --data"),
+        (
+            "chat",
+            [UNANSWERED],
+            {},
+            "the longest of 1 conversations read has 0 answered turns, expected at least 1",
+            "other ones with --messages",
+        ),
+    ],
+    ids=str,
+)
+def test_a_task_without_items_says_what_was_wanted_and_found(
+    name, rows, options, found, remedy, tmp_path
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    where = {"text": str(path)} if name == "text" else {"data": path}
+    with pytest.raises(UsageError, match=f"task {name} has no items: {found}; pass {remedy}"):
+        _task(name, **where, **options)
+
+
+def test_text_is_read_no_further_than_asked_for(tmp_path):
+    """The third line is no JSON object, which reading it would say."""
+    lines = [json.dumps({"text": "x" * 40})] * 2 + ["5"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    task = _task("text", text=str(tmp_path / "rows.jsonl"), lengths=(16,), limit=3)
+    assert len(task.items) == 3
+
+
 def _reads(most: int) -> LoadedModel:
     geometry = Geometry(1, 1, 2, 1, 2, 10, most, "tiny", (None,))
     return LoadedModel(None, None, SimpleNamespace(name="tiny", geometry=geometry))
@@ -249,6 +307,15 @@ def test_coqa_has_an_answer_to_each_question(answers, said, tmp_path):
         _task("coqa", data=tmp_path / "rows.jsonl")
 
 
+def test_a_limit_counts_conversations_that_are_long_enough(tmp_path):
+    """Which later rows may be; of others no more are read than it takes."""
+    long = {"story": "s", "questions": ["a?", "b?"], "answers": {"input_text": ["a", "b"]}}
+    lines = [json.dumps(row) for row in (ROW, ROW, long)] + ["5"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    task = _task("coqa", data=tmp_path / "rows.jsonl", turn=2, limit=1)
+    assert [probe.labels for item in task.items for probe in item.probes] == [{"turn": 2}]
+
+
 def test_wikitext_is_text(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": 5}))
     with pytest.raises(UsageError, match="a row's column text holds no text"):
@@ -278,6 +345,21 @@ def test_local_rows_of_a_harness_task_are_checked(tmp_path):
         local.specifications("piqa", tmp_path)
     with pytest.raises(UsageError, match="no local rows are known for it, expected one of arc_"):
         local.specifications("drop", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["piqa", "mmlu"])
+def test_local_rows_of_which_none_are_asked_are_refused(name, tmp_path):
+    """Of those beside them come examples alone."""
+    columns = local.LOCAL[name].columns
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "dev.jsonl").write_text(json.dumps(dict.fromkeys(columns, "a")) + "\n")
+    assert local.specifications(name, tmp_path)
+    (folder / "test.jsonl").write_text("")
+    with pytest.raises(
+        UsageError, match=f"task {name} has no items: .* holds 0 rows of split test"
+    ):
+        local.specifications(name, tmp_path)
 
 
 def _arrow(rows, *folders):

@@ -1,15 +1,18 @@
 """R² by layer and head goes into the map, train and held out apart, of the weights it ends with."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import measured
 import pytest
 import torch
 
 from kvmap import artifacts, pipeline
+from kvmap.cli import fit_text
 from kvmap.errors import UsageError
 from kvmap.fit import RECIPES
 from kvmap.fit.accuracy import rounded_away
+from kvmap.fit_pair import FitReport
 from kvmap.mapping import CacheMap
 
 LAYERS = ((0,), (0,), (1,), (2,))
@@ -68,3 +71,20 @@ def test_more_than_all_explained_is_said_to_be_rounding(calibration):
     beyond = {name: table.clone() for name, table in cmap.r2.items()}
     beyond["held_out.key"][2, 1] = 1.007
     assert rounded_away(replace(cmap, r2=beyond))
+
+
+@pytest.mark.parametrize(
+    ("products", "hint"),
+    [("float32", "collect with --products float64, or give a larger --ridge"), ("float64", None)],
+)
+def test_products_that_are_wide_already_are_not_asked_for(calibration, products, hint):
+    cmap = _fitted(calibration("noisy_image")).cmap
+    kept = cmap.provenance["collect"] | {"products": products}
+    beyond = {name: table + 1 for name, table in cmap.r2.items()}
+    made = replace(cmap, r2=beyond, provenance=cmap.provenance | {"collect": kept})
+    (said,) = [
+        line
+        for line in fit_text.notes(FitReport(made, Path(), Path(), 1, 0.0, ()))
+        if "is more than 1" in line
+    ]
+    assert said.endswith(f"so small a ridge; {hint or 'give a larger --ridge'}")

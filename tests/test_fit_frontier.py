@@ -1,14 +1,15 @@
 """What quality costs: which candidates are worth having, and which a budget picks."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 from entries import SOURCE, TARGET
 
 from kvmap import fit, pipeline
+from kvmap.cli import fit_text
 from kvmap.errors import UsageError
-from kvmap.fit.frontier import Point, _candidates, marked, within
+from kvmap.fit import frontier
+from kvmap.fit.frontier import Point, candidates, marked, within
 
 POINTS = [
     Point(fit.recipe("kvmap"), parameters=10 * n, cost=cost, milliseconds=9 * cost, divergence=kl)
@@ -38,21 +39,26 @@ def test_a_budget_too_small_is_refused():
     ("kept", "read"), [((0,), {(0,)}), ((2,), {(2,)}), ((1, 2), {(1,), (1, 2)})]
 )
 def test_candidates_read_layers_of_the_tokens_before_that_are_kept(kept, read):
-    data = SimpleNamespace(
-        source=SOURCE, target=TARGET, train=SimpleNamespace(lookback_layers=kept)
-    )
-    job = SimpleNamespace(splits=data, recipe=fit.recipe("kvmap"))
-    found = [recipe.options for recipe in _candidates(job)]
+    found = [one.options for one in candidates(fit.recipe("kvmap"), (SOURCE, TARGET), kept)]
     assert {options.lookback_layers for options in found if options.lookback} == read
 
 
-def test_candidates_are_measured_on_the_pair(pair, calibration):
+def test_candidates_are_measured_on_the_pair(pair, calibration, monkeypatch):
     """All heads cost most; without an exact answer in reach nothing is perfect or useless."""
     found = calibration("noisy_image")
     options = dataclasses.replace(fit.recipe("kvmap").options, tail_share=0.25)
     recipe = dataclasses.replace(fit.recipe("kvmap"), ridge=1e-4, options=options)
     openers = tuple(lambda model=model: model for model in pair("noisy_image"))
-    points = pipeline.cost_quality(found, recipe, lambda *_: None, openers)
+    fits, told, solve = [], [], frontier.fit_closed_form
+    monkeypatch.setattr(
+        frontier, "fit_closed_form", lambda *given: fits.append(given[1:3]) or solve(*given)
+    )
+    points = pipeline.cost_quality(
+        found, recipe, lambda *_: None, openers, lambda *one: told.append(one)
+    )
+    assert len(set(fits)) == len(fits)  # maps of several ranks are one fit's
+    assert [done for _, done, _ in told] == list(range(1, told[0][2] + 1))
+    assert sum(len(one) for one, _, _ in told) == len(points)
     assert {point.recipe.options.heads for point in points} == {"all", "matched"}
     assert points == sorted(points, key=lambda point: (point.cost, point.divergence))
     assert all(0 <= point.divergence < 1 for point in points)
@@ -67,3 +73,17 @@ def test_candidates_are_measured_on_the_pair(pair, calibration):
     )
     assert len(short) == len(long)
     assert all(a < b for a, b in zip(short, long, strict=True))
+
+
+def test_a_line_says_what_came_of_a_candidate():
+    recipe = dataclasses.replace(fit.recipe("kvmap"), k=2, rank=0.1)
+    options = dataclasses.replace(recipe.options, lookback_layers=(0, 4), native_tail=25)
+    short = dataclasses.replace(options, native_tail=1)
+    points = [
+        Point(dataclasses.replace(recipe, options=one), 10, 0.1, ms, kl)
+        for one, ms, kl in ((short, 2.14, 0.5), (options, 9.0, 0.25))
+    ]
+    assert fit_text.candidate(points, 3, 12) == (
+        "3 of 12: all heads, joint, anchor, lookback 3 of layers 0,4, k 2, rank +10% error: "
+        "KL 0.500, 2.1 ms with a tail of 1, KL 0.250, 9.0 ms with a tail of 25"
+    )

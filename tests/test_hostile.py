@@ -84,7 +84,18 @@ def test_names_that_move_the_cursor_are_spelt_out(kvmap_run, tmp_path):
     path = tmp_path / "r.json"
     artifacts.write_json(path, {"kind": "report", "model": {odd: odd}})
     code, text, _ = kvmap_run("show", path)
-    assert (code, text.splitlines()[-1]) == (0, "model.\\x1b[2Jeé\\nx  \\x1b[2Jeé\\nx")
+    assert (code, text.splitlines()[-1]) == (0, "model  \\x1b[2Jeé\\nx \\x1b[2Jeé\\nx")
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_header_nested_too_deep_is_not_sound(kvmap_run, tmp_path, form):
+    deep = []
+    for _ in range(800):
+        deep = [deep]
+    path = artifacts.write(tmp_path / "a", "dump", {}, {"deep": deep})
+    code, text, error = kvmap_run("show", path, *form)
+    assert (code, text) == (2, "")
+    assert "header is not sound" in error
 
 
 ODD = "x\x1b[2J\nfa\x9bke"

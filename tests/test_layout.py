@@ -15,7 +15,7 @@ PACKAGE = Path(kvmap.__file__).parent
 # What a module imports stands in a line above its own, or in its own package.
 ORDER = (
     ("errors", "demo", "metrics", "ridge", "affine"),
-    ("geometry", "atomic", "header", "rows"),
+    ("geometry", "atomic", "header", "rows", "names"),
     ("artifacts", "columns", "rope"),
     ("cache", "moments", "text", "map_options", "chosen"),
     ("models", "calibration_files", "layers", "ranks"),
@@ -113,6 +113,12 @@ def test_importing_kvmap_does_nothing_but_know_its_names():
 def test_help_needs_neither_torch_nor_rich():
     heavy = {"torch", "transformers", "datasets", "numpy", "rich", "safetensors", "pyarrow"}
     assert not loaded_after("import kvmap.cli.app") & heavy
+
+
+@pytest.mark.parametrize("arguments", ["models", "show absent"])
+def test_what_needs_no_model_is_said_without_torch(arguments):
+    code = f"import kvmap.cli.app as a\ntry: a.main({arguments.split()!r})\nexcept SystemExit: pass"
+    assert "torch" not in loaded_after(code)
 
 
 def test_exported_names_exist():

@@ -138,14 +138,16 @@ def test_two_passes_are_made_where_moments_do_not_fit(
     assert "a sample of 8 sequences chooses 1 source layers per target layer" in said[0]
 
     texts = dataclasses.replace(TEXT, dataset=text)
-    few = collect_pair.read_text(names, dataclasses.replace(texts, sequences=8), LOADING)
+    few = collect_pair.read_text(
+        names, dataclasses.replace(texts, sequences=8), LOADING, said.append
+    )
     kept = CollectOptions(stride=2, heads="matched", joint=False)
     sample, _ = collect_pair.collect_pair(
         names, few, kept, tmp_path / "a", LOADING, lambda *_: None
     )
     chosen = dataclasses.replace(fit.recipe("paper"), k=1)
     layers, path, _ = pipeline.cached_layers(sample, chosen, "top", tmp_path / "layers")
-    whole = collect_pair.read_text(names, texts, LOADING)
+    whole = collect_pair.read_text(names, texts, LOADING, said.append)
     kept = dataclasses.replace(kept, heads="all", layers=layers.layers)
     second, _ = collect_pair.collect_pair(
         names, whole, kept, tmp_path / "b", LOADING, lambda *_: None
@@ -175,7 +177,7 @@ def test_a_free_k_is_what_fits(little_room, planted_paths, monkeypatch, tmp_path
     text, said = write_text(tmp_path / "text.jsonl"), []
     report = two_passes(names, text, dataclasses.replace(RECIPE, k="auto"), said)
     assert report.k == 1
-    assert "chooses at most 8 source layers" in said[0]
+    assert f"chooses at most {little_room[0].layers} source layers" in said[0]
     with pytest.raises(UsageError, match="are free here; give fewer heads or a smaller -k"):
         two_passes(names, text, dataclasses.replace(RECIPE, k=3), said)
     monkeypatch.setattr(plan, "free_memory", lambda device: 30_000)  # the token ids alone
@@ -195,6 +197,42 @@ def test_two_passes_are_planned_for_the_largest_k_that_fits(little_room, kvmap_r
     ks = [json.loads(kvmap_run(*asked, "-k", k)[1])["second_pass"]["k"] for k in (2, "auto")]
     assert ks == [2, 1]
     assert json.loads(kvmap_run(*asked, "-k", 2)[1])["second_pass"]["too_large"]
+
+
+def test_the_memory_of_a_fit_is_the_same_in_every_table(little_room, kvmap_run, planted_paths):
+    """Of two passes, where the moments are those of chosen layers."""
+    asked = ("fit", *planted_paths("twin_llama"), "--recipe", "paper", "-k", 2, "-n", "--json")
+    found = json.loads(kvmap_run(*asked)[1])
+    assert "second_pass" in found
+    (row,) = [row for row in found["maps"] if row["recipe"] == "paper"]
+    assert row["fit_bytes"] != found["fit"]["stages"][0]["peak_bytes"]  # of k = 3, not 2
+    found = json.loads(kvmap_run(*asked[:5], "-n", "--json")[1])
+    assert row["k"] == found["fit"]["k"]
+    assert row["fit_bytes"] == found["fit"]["stages"][0]["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"heads": "all", "k": 2}, "give fewer heads or a smaller -k"),
+        ({"heads": "all"}, "give fewer heads"),
+        ({"joint": True}, "give fewer --lookback-layers"),
+        ({"joint": True, "lookback_layers": (0,)}, "this takes a machine with more"),
+        ({}, "this takes a machine with more"),
+    ],
+    ids=str,
+)
+def test_only_what_makes_moments_smaller_is_hinted_at(little_room, monkeypatch, given, hint):
+    monkeypatch.setattr(plan, "free_memory", lambda device: 0)
+    asked = {"heads": "matched", "joint": False} | given
+    layers = (tuple(range(asked.pop("k", 1))),) * little_room[1].layers
+    said = plan.too_large(*little_room, CollectOptions(layers=layers, **asked))
+    assert said.endswith(f"are free here; {hint}")
+
+
+def test_a_hint_of_layers_to_choose_is_of_layers_that_are_there(little_room):
+    said = plan.too_large(*little_room, CollectOptions(heads="all", joint=True))
+    assert f"`kvmap select-layers CALIB -k {little_room[0].layers} " in said
 
 
 def test_layers_that_are_given_take_no_sample(
@@ -313,7 +351,7 @@ def test_room_on_the_disk_is_asked_for_as_it_is_taken(planted_paths, tmp_path, m
     texts = dataclasses.replace(TEXT, dataset=write_text(tmp_path / "text.jsonl"))
     shapes = collect_pair.geometries(names, LOADING)
     kept = collect_pair.with_scope(CollectOptions(stride=2, dump=dump), shapes)
-    where, found = tmp_path / "c", collect_pair.read_text(names, texts, LOADING)
+    where, found = tmp_path / "c", collect_pair.read_text(names, texts, LOADING, print)
     made, _ = collect_pair.collect_pair(names, found, kept, where, LOADING, lambda *_: None)
     taken = made.bytes
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 from conftest import token_ids
 from entries import geometry
+from transformers import LlamaConfig
 
-from kvmap import collect_pair, fit, plan_fit
+from kvmap import collect_pair, fit, plan, plan_fit
 from kvmap.calibration import Calibration
+from kvmap.cli.plan import here_text
 from kvmap.collect_options import CollectOptions
 from kvmap.errors import UsageError
 from kvmap.fit_pair import FitRequest
@@ -176,3 +178,143 @@ def test_a_calibration_without_its_models_plans_what_it_can(collected, kvmap_run
     assert [row["peak_bytes"] is None for row in found] == [False, True]
     text = kvmap_run("fit", collected[0], "--recipe", "kvmap-max", "-n")[1]
     assert text.splitlines()[-1].split() == ["polish", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("recipe", ["paper", "cachebridge", "kvmap", "kvmap-max"])
+def test_a_plan_says_of_a_fit_what_its_own_plan_says(recipe, kvmap_run, planted_paths):
+    """Whatever stage takes most; and so does the last line."""
+    names = planted_paths("twin_llama")
+    rows = json.loads(kvmap_run("plan", *names, "--json")[1])["maps"]
+    found = json.loads(kvmap_run("fit", *names, "--recipe", recipe, "-n", "--json")[1])
+    most = max(row["peak_bytes"] for row in found["fit"]["stages"])
+    k = found["fit"]["k"]
+    assert [r["fit_bytes"] for r in rows if (r["recipe"], r["k"]) == (recipe, k)] == [most]
+    assert found["here"]["peak_bytes"] == max(most, found["collect"]["peak_bytes"])
+
+
+@pytest.mark.parametrize("command", [("plan",), ("fit", "--recipe", "kvmap-max", "-n")])
+def test_a_plan_measures_this_machine_once(command, kvmap_run, planted_paths, monkeypatch):
+    """Times at rates of their own would contradict each other."""
+    rates = iter([1e9])
+    monkeypatch.setattr(plan, "matmul_rate", lambda: next(rates))
+    name, *asked = command
+    found = json.loads(kvmap_run(name, *planted_paths("twin_llama"), *asked, "--json")[1])
+    for row in (found["collect"], *found.get("fit", {"stages": []})["stages"]):
+        assert row["seconds"] == row["flops"] / 1e9
+    if "fit" in found:
+        steps = (found["collect"], *found["fit"]["stages"])
+        assert found["here"]["seconds"] == sum(row["seconds"] for row in steps)
+
+
+COLLECTING = {"disk_bytes": 3 * 10**9, "peak_bytes": 8 * 10**9, "seconds": 3600.0}
+APART = COLLECTING | {"apart_peak_bytes": 40 * 10**9}
+FITTING = [{"peak_bytes": 5 * 10**9, "seconds": 7200.0}]
+
+
+@pytest.mark.parametrize(
+    ("steps", "memory", "disk", "fits", "said"),
+    [
+        (
+            [COLLECTING],
+            9,
+            4,
+            True,
+            "here: fits (peak 8.0 GB of 9.0 GB, disk 3.0 GB of 4.0 GB free), about 3.0 h",
+        ),
+        (
+            [COLLECTING],
+            6,
+            4,
+            False,
+            "here: does not fit: collecting needs 8.0 GB of memory, 6.0 GB are free",
+        ),
+        (
+            [COLLECTING, COLLECTING],
+            4,
+            4,
+            False,
+            "here: does not fit: collecting needs 8.0 GB of memory, 4.0 GB are free; "
+            "fitting needs 5.0 GB of memory, 4.0 GB are free; "
+            "collecting needs 6.0 GB of disk, 4.0 GB are free",
+        ),
+        (
+            [APART],
+            9,
+            4,
+            None,
+            "here: may not fit: collecting needs up to 40.0 GB of memory, 9.0 GB are free; "
+            "about 3.0 h",
+        ),
+    ],
+    ids=["fits", "memory", "everything", "apart"],
+)
+def test_the_last_line_says_whether_this_machine_can(steps, memory, disk, fits, said, monkeypatch):
+    monkeypatch.setattr(plan, "free_memory", lambda device: memory * 10**9)
+    monkeypatch.setattr(plan, "free_disk", lambda folder: disk * 10**9)
+    found = plan_fit.here(steps, FITTING, FITTING[0]["peak_bytes"])
+    assert found["fits"] is fits
+    assert here_text(found) == said
+
+
+def test_a_plan_and_a_dry_run_end_in_what_this_machine_can(kvmap_run, planted_paths, monkeypatch):
+    names = planted_paths("twin_llama")
+    for command in (("plan", *names), ("fit", *names, "-n")):
+        assert kvmap_run(*command)[1].splitlines()[-1].startswith("here: fits (peak ")
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "free_memory", lambda device: 10**6)
+        assert kvmap_run("plan", *names)[1].splitlines()[-1].startswith("here: does not fit: ")
+    monkeypatch.setattr(plan, "free_disk", lambda folder: 10**6)
+    last = kvmap_run("plan", *names)[1].splitlines()[-1]
+    assert last.endswith(" of disk, 1.0 MB are free")
+
+
+def test_disk_is_asked_of_the_folder_that_will_be_made(tmp_path):
+    assert plan.free_disk(tmp_path / "not" / "there") == pytest.approx(
+        plan.free_disk(tmp_path), rel=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pairable"),
+    [((151936, 128256), False), ((151936, 152064), None), ((50304, 50688), None)],
+    ids=["families", "qwen2.5", "pythia"],
+)
+def test_vocabularies_that_padding_does_not_explain_are_refused(
+    sizes, pairable, kvmap_run, tmp_path
+):
+    """Where tokenizers are at hand these decide."""
+    small = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8}
+    folders = [tmp_path / name for name in "ab"]
+    for folder, size in zip(folders, sizes, strict=True):
+        LlamaConfig(vocab_size=size, num_attention_heads=2, **small).save_pretrained(folder)
+    code, text, error = kvmap_run("plan", *folders)
+    if pairable is False:
+        assert (code, "cannot be paired" in text.splitlines()[0]) == (2, True)
+        assert "cannot be paired: vocabularies of 151,936 and 128,256 tokens" in error
+        assert "here: " not in text
+    else:
+        assert (code, "may be paired" in text) == (0, True)
+
+
+def test_a_frontier_is_planned_before_it_is_measured(collected, kvmap_run):
+    folder, _ = collected
+    code, text, error = kvmap_run("fit", folder, "--frontier", "-n")
+    assert (code, error) == (0, "")
+    assert "candidates of" in text.splitlines()[0]
+    found = json.loads(kvmap_run("fit", folder, "--budget", "0.1", "-n", "--json")[1])["frontier"]
+    assert found["candidates"] > found["fits"] > 0
+    assert found["seconds"] > 0
+    more = json.loads(
+        kvmap_run("fit", folder, "--frontier", "-n", "--json", "--recipe", "paper")[1]
+    )
+    assert more["frontier"]["flops"] < found["flops"]  # with one ridge in place of eight
+    assert kvmap_run("fit", folder, "--budget", "x", "-n")[0] == 2
+
+
+def test_a_frontier_without_models_is_planned_as_far_as_it_goes(collected, kvmap_run, monkeypatch):
+    def missing(*_):
+        raise UsageError("no config")
+
+    monkeypatch.setattr(plan_fit, "load_config", missing)
+    text = kvmap_run("fit", collected[0], "--frontier", "-n")[1]
+    assert text.splitlines()[1:] == ["  memory  -", "  work    -"]

@@ -18,7 +18,7 @@ from kvmap.handoff import handoff
 from kvmap.mapping import CacheMap
 from kvmap.models import continue_logits, prefill
 from kvmap.models.load import wrap
-from kvmap.models.names import resolve
+from kvmap.names import resolve
 from kvmap.streaming import StreamingMap
 
 

@@ -8,9 +8,11 @@ import checkpoints
 import datasets
 import pytest
 import torch
+import transformers
 
+from kvmap.demo.tokens import save_tokenizer
 from kvmap.errors import UsageError
-from kvmap.text import beginnings, documents, token_sequences
+from kvmap.text import beginnings, documents, token_sequences, unknown_remark
 
 ROWS = Path(__file__).parents[2] / "shared" / "data" / "benchmarks"
 needs_rows = pytest.mark.skipif(not ROWS.is_dir(), reason="no shared benchmark rows here")
@@ -19,6 +21,12 @@ needs_rows = pytest.mark.skipif(not ROWS.is_dir(), reason="no shared benchmark r
 @pytest.fixture(scope="module")
 def tokenizer():
     return checkpoints.byte_tokenizer()
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path):
+    save_tokenizer(tmp_path)
+    return transformers.AutoTokenizer.from_pretrained(tmp_path)
 
 
 def lines(path, *rows):
@@ -214,3 +222,23 @@ def test_public_benchmark_rows_can_be_read(tokenizer, source, count):
 def test_mixed_sources_give_sequences_of_each(tokenizer):
     texts = documents(f"{ROWS / 'wikitext-2-raw-v1'},{ROWS / 'gsm8k'},demo", tokenizer=tokenizer)
     assert token_sequences(texts, tokenizer, 64, 12).shape == (12, 64)
+
+
+def test_text_that_a_tokenizer_does_not_know_is_remarked_on_and_then_refused(word_tokenizer):
+    """A calibration on `<unk>` alone would be fitted without a word."""
+    known = word_tokenizer.convert_ids_to_tokens(range(10, 20))
+
+    def ids(strange):
+        text = " ".join(["Kubernetes"] * strange + known * 9)
+        return token_sequences([text], word_tokenizer, 50, 1)
+
+    assert unknown_remark(ids(2), word_tokenizer) is None
+    assert unknown_remark(ids(10), word_tokenizer).startswith("20% of the text's tokens are unk")
+    with pytest.raises(UsageError, match=r"60% of the text's .* <unk>; give other text"):
+        ids(30)
+
+
+def test_tokenizers_that_call_the_end_of_a_text_unknown_know_everything(word_tokenizer):
+    word_tokenizer.eos_token = word_tokenizer.unk_token
+    ids = torch.full((1, 9), word_tokenizer.unk_token_id)
+    assert unknown_remark(ids, word_tokenizer) is None

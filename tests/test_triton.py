@@ -15,6 +15,7 @@ if find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 import test_engine
+import test_paged
 from entries import geometry
 from test_engine import COMBINATIONS, check, drawn
 
@@ -174,7 +175,7 @@ def test_kernel_is_compiled_for_gpus_that_are_not_here():
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 4
+    assert len(found) == 6
     for one in found:
         assert one["shared_bytes"] <= 99 << 10
         assert one["products"] > 0
@@ -190,3 +191,17 @@ def test_kernel_is_automatic_on_cuda_and_can_be_turned_off(monkeypatch):
     assert not kernel_wanted(on_cuda=False)
     monkeypatch.setattr("kvmap.engine._has_triton", lambda: False)
     assert not kernel_wanted(on_cuda=True)
+
+
+@pytest.mark.parametrize("layout", test_paged.LAYOUTS)
+@pytest.mark.parametrize("options", [COMBINATIONS[4], COMBINATIONS[8]], ids=str)
+def test_kernel_stores_in_blocks(monkeypatch, layout, options):
+    """Tokens of no slot are left out; an exact layer is copied."""
+    pair = shapes("more heads")
+    cmap, cache = made(pair, options), drawn(pair[0], tokens=20, batch=1)
+    out, first = applied(cmap, cache)
+    pages = test_paged.paged(layout, 1, 20, pair[1])
+    pages.slots[0, 7] = -1
+    monkeypatch.setattr(test_paged.PagedCache, "store", None)  # which the plain engine calls
+    apply(cmap, cache, first, pages)
+    test_paged.check(pages, out)

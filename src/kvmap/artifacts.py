@@ -27,7 +27,6 @@ from kvmap.header import without_nan
 __all__ = [
     "Artifact",
     "open_artifact",
-    "peek",
     "read_json",
     "refuse_overwrite",
     "without_nan",
@@ -158,20 +157,6 @@ def read_json(path: str | Path, kind: str | None = None) -> dict[str, Any]:
     fields = header.read_json(Path(path), kind)
     kept = {key: value for key, value in fields.items() if key not in header.RESERVED}
     return {"kind": fields["kind"], **kept}
-
-
-def peek(path: str | Path) -> str:
-    """Return the kind of a file or calibration folder, reading its header alone.
-
-    Raises:
-        UsageError: It is no kvmap artifact.
-    """
-    path = Path(path)
-    if os.path.isdir(path):  # which takes a name of any length
-        return header.read_json(path / header.INDEX, "calibration")["kind"]
-    if path.suffix == ".json":
-        return header.read_json(path)["kind"]
-    return header.read_safetensors(path)["kind"]
 
 
 def refuse_overwrite(path: str | Path, force: bool) -> None:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvmap import artifacts
+from kvmap import artifacts, header
 from kvmap.calibration_files import INDEX, RUN
 from kvmap.errors import UsageError
 
@@ -32,16 +32,30 @@ def read_run(out: Path) -> dict[str, Any] | None:
         raise UsageError(f"{problem}; pass --force to start anew") from error
 
 
+def require_unfinished(out: Path, force: bool = False) -> None:
+    """Check that a calibration can be made in a folder; what is begun there may be gone on with.
+
+    Args:
+        force: A finished calibration there is to be replaced.
+
+    Raises:
+        UsageError: It is no folder, or holds a finished calibration.
+    """
+    if os.path.lexists(out) and not out.is_dir():
+        raise UsageError(f"{out}: is no folder; choose another for the calibration")
+    if not force and read_run(out) is None and (out / INDEX).exists():
+        raise UsageError(f"{out}: holds a finished calibration; pass --force to replace it")
+
+
 def clear(out: Path) -> None:
     """Remove a calibration or an interrupted run, and nothing else.
 
     Raises:
         UsageError: The folder holds neither.
     """
+    require_unfinished(out, force=True)
     if not os.path.lexists(out):
         return
-    if not out.is_dir():
-        raise UsageError(f"{out}: is no folder; choose another for the calibration")
     files = sorted(out.iterdir())
     foreign = [path.name for path in files if path.is_dir() or not FILES.fullmatch(path.name)]
     if foreign or (files and not _is_ours(files)):
@@ -68,5 +82,5 @@ def _is_ours(files: list[Path]) -> bool:
 
 def _is_part(file: Path) -> bool:
     with contextlib.suppress(UsageError):
-        return artifacts.peek(file) in ("calibration", "run", "tokens", "moments", "dump")
+        return header.peek(file) in ("calibration", "run", "tokens", "moments", "dump")
     return False

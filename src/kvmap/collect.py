@@ -35,7 +35,7 @@ from kvmap.calibration_files import (
     save_moments,
     write_index,
 )
-from kvmap.clearing import clear, read_run
+from kvmap.clearing import clear, read_run, require_unfinished
 from kvmap.collect_options import CollectOptions, check_options, held_out_mask
 from kvmap.columns import LOOKBACK
 from kvmap.content import content_rows, row_width
@@ -189,11 +189,8 @@ class _Run:
         Raises:
             UsageError: It holds something else.
         """
+        require_unfinished(self.out)
         found = read_run(self.out)
-        if found is None and (self.out / INDEX).exists():
-            raise UsageError(
-                f"{self.out}: holds a finished calibration; pass --force to replace it"
-            )
         if found not in (None, record):
             raise UsageError(
                 f"{self.out}: holds an interrupted run with other models, text or options; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -64,8 +63,13 @@ class TextOptions:
     seed: int = 0
 
 
-def read_text(names: tuple[str, str], options: TextOptions, loading: Loading) -> Text:
+def read_text(
+    names: tuple[str, str], options: TextOptions, loading: Loading, note: Callable[[str], None]
+) -> Text:
     """Read and tokenise calibration text with the source's tokenizer.
+
+    Args:
+        note: Takes a remark on the text.
 
     Raises:
         UsageError: The data set or tokenizer cannot be read, there is too little text, or a
@@ -76,6 +80,8 @@ def read_text(names: tuple[str, str], options: TextOptions, loading: Loading) ->
     tokenizer = load_tokenizer(models.resolve(names[0]), loading.trust_remote_code)
     found = text.documents(dataset, options.split, tokenizer, options.length, options.seed)
     token_ids = text.token_sequences(found, tokenizer, options.length, options.sequences)
+    if remark := text.unknown_remark(token_ids, tokenizer):
+        note(remark)
     label = Path(dataset).name if os.path.exists(dataset) else dataset
     files = sorted(set(text.beginnings(dataset, options.split).values()))
     record = {"dataset": label, "split": options.split, "seed": options.seed, "files": files}
@@ -141,9 +147,7 @@ def _disk_room(where: Path) -> int:
         for file in files:
             with suppress(OSError):  # another process has taken it away
                 held += os.lstat(os.path.join(folder, file)).st_size
-    whole = where.absolute()
-    above = next(path for path in (whole, *whole.parents) if os.path.exists(path))
-    return shutil.disk_usage(above).free + held
+    return plan.free_disk(where) + held
 
 
 def _place(loading: Loading) -> str:

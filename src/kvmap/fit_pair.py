@@ -135,12 +135,13 @@ def fit_pair(
     """Fit a map between two models by name, from nothing if need be.
 
     Args:
-        note: Told where the moments do not fit in memory and two passes are made instead.
+        note: Told what of the text is unknown to the tokenizer, and where the moments do not fit
+            in memory and two passes are made instead.
     """
     shapes = geometries(names, loading)
     asked, options = options, with_scope(options, shapes, request.recipe)
     require_room(names, text_options, options, None, loading)
-    found = read_text(names, text_options, loading)
+    found = read_text(names, text_options, loading, note)
     reused: tuple[str, ...] = ()
     path = cached_path(names, found, options, loading)
     if path is None or open_finished(path) is None:

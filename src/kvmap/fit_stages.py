@@ -26,7 +26,7 @@ from kvmap.fit.weights import BATCH, BOUNDARIES
 from kvmap.footprint import fit_bytes, in_pieces, map_parameters, passing_bytes, row_bytes
 from kvmap.geometry import Geometry
 from kvmap.map_options import weight_shape
-from kvmap.plan import forward_flops, matmul_rate
+from kvmap.plan import forward_flops
 
 # Accumulators, their bytes: float64.
 WIDE = 8
@@ -111,15 +111,14 @@ class FitSize:
 Stage = tuple[int | None, float | None]
 
 
-def stages(size: FitSize, rate: float | None = None) -> list[dict[str, Any]]:
+def stages(size: FitSize, rate: float) -> list[dict[str, Any]]:
     """Return what each stage of a fit takes: bytes at its peak, FLOPs and seconds here.
 
     None where the size of a model that a stage runs is not known.
 
     Args:
-        rate: FLOP/s; measured here if not given.
+        rate: FLOP/s, as `plan.matmul_rate` measures it.
     """
-    rate = rate or matmul_rate()
     recipe = size.recipe
     found = {"row weights": _row_weights} if recipe.weights == "attention" else {}
     found |= {"closed form": _closed_form}
@@ -131,6 +130,12 @@ def stages(size: FitSize, rate: float | None = None) -> list[dict[str, Any]]:
         seconds = None if flops is None else flops / rate
         rows.append({"stage": name, "peak_bytes": memory, "flops": flops, "seconds": seconds})
     return rows
+
+
+def most_bytes(planned: list[dict[str, Any]]) -> int | None:
+    """Return the bytes that a fit holds where most is, None where a stage's are not known."""
+    peaks = [row["peak_bytes"] for row in planned]
+    return None if None in peaks else max(peaks)
 
 
 def _closed_form(size: FitSize) -> Stage:

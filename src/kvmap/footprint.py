@@ -6,6 +6,9 @@ passes. Files that are read through the page cache count as held, since their pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 
 from kvmap.chosen import chosen_groups, groups_apart
@@ -32,26 +35,39 @@ def _all_groups(source: Geometry, target: Geometry, options: CollectOptions) -> 
     return groups(source, target, options.heads, options.joint, options.late_layers(source))
 
 
-def group_shapes(source: Geometry, target: Geometry, options: CollectOptions) -> list[tuple]:
+@lru_cache(maxsize=256)  # a plan asks again and again, and runs of chosen layers take long to find
+def group_shapes(
+    source: Geometry, target: Geometry, options: CollectOptions
+) -> tuple[tuple[int, int], ...]:
     """Return inputs p and outputs q of each group kept."""
     return _widths(kept_groups(source, target, options), source, target)
 
 
 def apart_bytes(source: Geometry, target: Geometry, options: CollectOptions) -> int:
-    """Return the most that moments take of any choice of as many layers as the options'."""
-    found = _all_groups(source, target, options)
-    return accumulator_bytes(_widths(groups_apart(found, options.layers), source, target))
+    """Return the most that moments take of any choice of as many layers as the options'.
+
+    A group for each target layer, or one of all where that holds fewer numbers.
+    """
+    return sum(
+        min(
+            accumulator_bytes(_widths(found, source, target))
+            for found in ((group,), groups_apart((group,), options.layers))
+        )
+        for group in _all_groups(source, target, options)
+    )
 
 
-def _widths(found: tuple[Group, ...], source: Geometry, target: Geometry) -> list[tuple]:
+def _widths(
+    found: tuple[Group, ...], source: Geometry, target: Geometry
+) -> tuple[tuple[int, int], ...]:
     sizes = head_sizes(source, target)
-    return [
+    return tuple(
         tuple(sum(sizes[b.side] for b in blocks) for blocks in (group.inputs, group.outputs))
         for group in found
-    ]
+    )
 
 
-def accumulator_bytes(shapes: list[tuple]) -> int:
+def accumulator_bytes(shapes: Sequence[tuple[int, int]]) -> int:
     """Return the bytes of train and held-out moments of groups of these shapes."""
     return 2 * 8 * sum(p * p + p * q + p + 2 * q + 1 for p, q in shapes)
 

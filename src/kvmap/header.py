@@ -122,6 +122,20 @@ def read_json(path: Path, kind: str | None = None) -> dict[str, Any]:
     return check(path, parse(path, text, kind), kind)
 
 
+def peek(path: str | Path) -> str:
+    """Return the kind of a file or calibration folder, reading its header alone.
+
+    Raises:
+        UsageError: It is no kvmap artifact.
+    """
+    path = Path(path)
+    if os.path.isdir(path):  # which takes a name of any length
+        return read_json(path / INDEX, "calibration")["kind"]
+    if path.suffix == ".json":
+        return read_json(path)["kind"]
+    return read_safetensors(path)["kind"]
+
+
 def parse(path: Path, text: bytes, kind: str | None) -> Any:
     """Read JSON from a file that may hold anything."""
     try:
@@ -142,6 +156,10 @@ def require_file(path: Path, kind: str | None) -> None:
         raise unusable(path, "is a device or a pipe, not a file", kind)
 
 
+# What reading a header that is not as it should be runs into.
+UNSOUND = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
+
 @contextmanager
 def sound(path: str | Path, kind: str) -> Iterator[None]:
     """Say in one sentence that a header is not as its kind's is, whatever reading it runs into.
@@ -151,7 +169,7 @@ def sound(path: str | Path, kind: str) -> Iterator[None]:
     """
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except UNSOUND as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:120]
         raise unusable(path, f"the {kind}'s header is not sound ({reason})", kind) from error
 

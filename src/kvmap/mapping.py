@@ -25,7 +25,7 @@ from kvmap import artifacts, engine, header
 from kvmap.affine import Affine, LayerMap
 from kvmap.cache import KVCache, check_shapes
 from kvmap.columns import KINDS
-from kvmap.engine import FirstLayer
+from kvmap.engine import FirstLayer, PagedCache
 from kvmap.engine.layout import Layout
 from kvmap.errors import UsageError
 from kvmap.geometry import Signature
@@ -95,9 +95,9 @@ class CacheMap:
         self,
         cache: KVCache,
         first: FirstLayer | None = None,
-        out: KVCache | None = None,
+        out: KVCache | PagedCache | None = None,
         before: KVCache | None = None,
-    ) -> KVCache:
+    ) -> KVCache | PagedCache:
         """Return the target's cache for the source's, at the same positions.
 
         Args:
@@ -105,7 +105,7 @@ class CacheMap:
             first: The target's own lowest layers for the same tokens, rotated keys and values
                 [B, H_t, T, D_t] of layer 0, then of layer 1, as many as `options.read_layers`.
             out: Written and returned instead of a new cache of the source's dtype; of as many
-                sequences and tokens.
+                sequences and tokens, or a serving engine's blocks for them.
             before: The source's cache of the tokens before these, `options.lookback` of them or
                 as many as there are, all layers or `options.lookback_layers` alone; None where the
                 context begins.
@@ -229,11 +229,13 @@ def _check_first(cmap: CacheMap, cache: KVCache, first: FirstLayer | None) -> No
 
 
 def _check_others(
-    cmap: CacheMap, cache: KVCache, out: KVCache | None, before: KVCache | None
+    cmap: CacheMap, cache: KVCache, out: KVCache | PagedCache | None, before: KVCache | None
 ) -> None:
     """Check the cache to write and that of the tokens before, where they are given."""
     found, late = cache.positions.shape, len(cmap.options.lookback_layers)
-    if out is not None:
+    if isinstance(out, PagedCache):
+        out.check(cmap.target, tuple(found))
+    elif out is not None:
         check_shapes(out, cmap.target, "the cache to write")
         if out.positions.shape != found:
             raise UsageError(

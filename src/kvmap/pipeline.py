@@ -25,7 +25,7 @@ from kvmap.fit import FitScores, Recipe, accuracy
 from kvmap.fit.assignment import best_assignment
 from kvmap.fit.choice import Choice, probe_ridges, select_layers
 from kvmap.fit.coordinates import Coordinates
-from kvmap.fit.frontier import Point, frontier
+from kvmap.fit.frontier import Point, Told, frontier
 from kvmap.fit.job import Opener, splits
 from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.polish import PolishOptions, polish
@@ -231,11 +231,12 @@ def cost_quality(
     recipe: Recipe,
     progress: Progress,
     openers: tuple[Opener, Opener] | None = None,
+    told: Told = lambda points, done, total: None,
 ) -> list[Point]:
     """Measure maps of several costs with a recipe's exact parts; see `kvmap.fit.frontier`."""
     named = (calibration.source.name, calibration.target.name)
     openers = openers or tuple(partial(models.load, name) for name in named)
-    return frontier(fit.Job(calibration, (), recipe, openers, progress))
+    return frontier(fit.Job(calibration, (), recipe, openers, progress), told)
 
 
 def _check_layers(calibration: Calibration, layers: tuple[tuple[int, ...], ...]) -> None:

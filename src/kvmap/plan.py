@@ -1,4 +1,4 @@
-"""What a pair costs before any work: bytes per token, maps, dumps, moments, memory and time.
+"""What a pair costs before any work: dumps, moments, memory and time.
 
 Sizes follow from the geometries alone; times from FLOPs over a matmul rate measured here.
 """
@@ -6,9 +6,11 @@ Sizes follow from the geometries alone; times from FLOPs over a matmul rate meas
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -16,15 +18,12 @@ from kvmap.calibration_files import Scope
 from kvmap.chosen import Layers
 from kvmap.collect_options import CollectOptions
 from kvmap.columns import first_and_middle
-from kvmap.fit.recipes import RECIPES, Recipe
+from kvmap.fit.recipes import Recipe
 from kvmap.footprint import (
     accumulator_bytes,
     collect_bytes,
-    fit_bytes,
     group_shapes,
-    map_parameters,
     row_bytes,
-    use_bytes,
 )
 from kvmap.geometry import Geometry
 from kvmap.models.devices import SHARDED
@@ -39,7 +38,7 @@ USUAL_K = 8
 TWO_PASSES = (
     "`kvmap fit SOURCE TARGET` goes on in two passes by itself; or choose layers on a sample first "
     f"(`kvmap collect --sequences {SAMPLE} --heads matched --no-joint -o CALIB`, then "
-    f"`kvmap select-layers CALIB -k {USUAL_K} --recipe paper -o LAYERS`) and collect with "
+    "`kvmap select-layers CALIB -k {k} --recipe paper -o LAYERS`) and collect with "
     "`--layers LAYERS`"
 )
 
@@ -87,12 +86,24 @@ def too_large(source: Geometry, target: Geometry, options: CollectOptions) -> st
     free = free_memory("cpu")
     if needed <= free:
         return None
-    hint = TWO_PASSES
+    hint = TWO_PASSES.format(k=min(USUAL_K, source.layers))
     if options.layers:
-        hint = "give fewer heads or a smaller -k"
+        hint = _smaller(source, options)
     elif options.heads == "matched" and not options.joint:
         hint = "no smaller ones tell which layers to choose, so this takes a machine with more"
     return f"{_needed(options, needed, free)}; {hint}"
+
+
+def _smaller(source: Geometry, options: CollectOptions) -> str:
+    """Say what makes the moments of chosen layers smaller, if anything does."""
+    late = len(options.late_layers(source)) if options.joint else 0
+    ways = {
+        "fewer heads": options.heads == "all",
+        "a smaller -k": max(map(len, options.layers)) > 1,
+        "fewer --lookback-layers": late > 1,
+    }
+    found = [way for way, helps in ways.items() if helps]
+    return f"give {' or '.join(found)}" if found else "this takes a machine with more"
 
 
 def two_passes(
@@ -102,7 +113,8 @@ def two_passes(
     if options.layers is not None or too_large(source, target, options) is None:
         return None
     needed = moments_bytes(source, target, options.scope)
-    wanted = f"at most {USUAL_K}" if k == "auto" else k
+    most = min(USUAL_K, source.layers)
+    wanted = f"at most {most}" if k == "auto" else min(k, source.layers)
     return (
         f"in two passes, since {_needed(options, needed, free_memory('cpu'))}: a sample of "
         f"{SAMPLE} sequences chooses {wanted} source layers per target layer, then moments of "
@@ -146,14 +158,14 @@ def collect_cost(
     shape: tuple[int, int],
     options: CollectOptions,
     itemsize: int,
-    rate: float | None = None,
+    rate: float,
 ) -> Cost:
     """Return what `collect` takes.
 
     Args:
         models: Geometry and number of parameters of source and target.
         shape: N sequences of T tokens.
-        rate: FLOP/s; measured here if not given.
+        rate: FLOP/s, as `matmul_rate` measures it.
     """
     (source, source_size), (target, target_size) = models
     moments = moments_bytes(source, target, options.scope) if options.moments else 0
@@ -164,35 +176,7 @@ def collect_cost(
     together = fits_together((source_size * itemsize, target_size * itemsize), "cpu")
     memory = collect_bytes(models, shape, options, itemsize, together)
     disk = (dump if options.dump else 0) + moments
-    return Cost(disk, memory, flops, flops / (rate or matmul_rate()))
-
-
-def map_table(
-    source: Geometry, target: Geometry, itemsize: int = 2, moments: int | None = None
-) -> list[dict[str, float | str]]:
-    """Return bytes and FLOPs per token of each recipe's map for several k.
-
-    Args:
-        moments: Bytes of a calibration's; those that each recipe would collect if not given.
-    """
-    widest = moments_scope(source, target)
-    rows = []
-    for name, recipe in RECIPES.items():
-        scope = scope_for(recipe, widest)
-        kept = moments_bytes(source, target, scope) if moments is None else moments
-        for k in (1, 4, 8) if recipe.k == "auto" else (int(recipe.k),):
-            parameters = map_parameters(recipe, k, source, target)
-            rows.append(
-                {
-                    "recipe": name,
-                    "k": min(k, source.layers),
-                    "bytes": parameters * itemsize,
-                    "flops_per_token": 2 * parameters,
-                    "fit_bytes": fit_bytes(recipe.options, k, source, target, kept),
-                    "use_bytes": use_bytes(recipe, k, source, target),
-                }
-            )
-    return rows
+    return Cost(disk, memory, flops, flops / rate)
 
 
 def matmul_rate(size: int = 512, seconds: float = 0.1) -> float:
@@ -225,3 +209,10 @@ def free_memory(device: str) -> int:
             if line.startswith("MemAvailable:"):
                 return 1024 * int(line.split()[1])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_disk(folder: Path) -> int:
+    """Return the free bytes of the file system on which a folder is or would be made."""
+    whole = folder.absolute()
+    above = next(path for path in (whole, *whole.parents) if os.path.exists(path))
+    return shutil.disk_usage(above).free

@@ -17,39 +17,75 @@ from kvmap.chosen import near_layers
 from kvmap.collect_options import CollectOptions, check_options
 from kvmap.collect_pair import Loading, TextOptions, check_layers, with_scope
 from kvmap.errors import UsageError
-from kvmap.fit.recipes import require_mapped
+from kvmap.fit import frontier
+from kvmap.fit.recipes import RECIPES, require_mapped
 from kvmap.fit_pair import FitRequest, counts_to_try, of_layers, refuse_greedy
-from kvmap.fit_stages import FitSize, ModelSize, stages
-from kvmap.footprint import apart_bytes
+from kvmap.fit_stages import FitSize, ModelSize, most_bytes, stages
+from kvmap.footprint import apart_bytes, map_parameters, use_bytes
 from kvmap.geometry import Geometry
 from kvmap.layers import load_layers
 from kvmap.models.configs import load_config, parameter_count, tape_width
 from kvmap.models.devices import pick_device, pick_dtype
-
-
-def map_sizes(
-    shapes: tuple[Geometry, Geometry], itemsize: int, moments: int | None = None
-) -> list[dict[str, Any]]:
-    """Return the size of each recipe's map; a k that the source's layers cap is listed once.
-
-    Args:
-        moments: Bytes of the moments that are there already.
-    """
-    rows = plan.map_table(*shapes, itemsize, moments)
-    return [row for index, row in enumerate(rows) if row not in rows[:index]]
-
+from kvmap.pipeline import cache_folder
+from kvmap.plan import forward_flops
 
 Shapes = tuple[Geometry, Geometry]
 Sizes = tuple[ModelSize, ModelSize]
+# k of the rows of a recipe whose own is free.
+COUNTS = (1, 4, 8)
+
+
+def map_sizes(size: FitSize, itemsize: int, collected: bool, rate: float) -> list[dict[str, Any]]:
+    """Return each recipe's map, for several k: its size, its FLOPs, and the memory that it takes.
+
+    Args:
+        size: A fit of the pair, whose recipe and k are others.
+        itemsize: Bytes of a number of a map.
+        collected: The moments are there already; else each recipe has those it would collect.
+    """
+    source, rows = size.shapes[0], []
+    for name, preset in RECIPES.items():
+        recipe = fit.with_lookback(preset, size.options.lookback_layers)
+        counts = COUNTS if recipe.k == "auto" else (int(recipe.k),)
+        for k in sorted({min(k, source.layers) for k in counts}):
+            moments = size.moments if collected else _moments_of(recipe, k, size)
+            planned = stages(replace(size, recipe=recipe, k=k, moments=moments), rate)
+            parameters = map_parameters(recipe, k, *size.shapes)
+            rows.append(
+                {
+                    "recipe": name,
+                    "k": k,
+                    "bytes": parameters * itemsize,
+                    "flops_per_token": 2 * parameters,
+                    "fit_bytes": most_bytes(planned),
+                    "use_bytes": use_bytes(recipe, k, *size.shapes),
+                }
+            )
+    return rows
+
+
+def _moments_of(recipe: fit.Recipe, k: int, size: FitSize) -> int:
+    """Return the bytes of moments of one pass, or of a second one's layers, that lie apart."""
+    kept = with_scope(size.options, size.shapes, recipe)
+    if plan.two_passes(*size.shapes, kept, k) is None:
+        return plan.moments_bytes(*size.shapes, kept.scope)
+    return apart_bytes(*size.shapes, _near(recipe, k, size.shapes, size.options))
+
+
+def _near(recipe: fit.Recipe, k: int, shapes: Shapes, options: CollectOptions) -> CollectOptions:
+    """Return what to collect for k source layers of about each target layer's relative depth."""
+    depths = [shape.layers for shape in shapes]
+    near = tuple(near_layers(at, depths[1], depths[0], k) for at in range(depths[1]))
+    return of_layers(options, shapes, recipe, near)
 
 
 def collect_plan(
-    shapes: Shapes, sizes: Sizes, text: TextOptions, options: CollectOptions
+    shapes: Shapes, sizes: Sizes, text: TextOptions, options: CollectOptions, rate: float
 ) -> dict[str, Any]:
-    """Return what a collection reads, keeps and takes."""
+    """Return what a collection reads, keeps and takes, at a rate of FLOP/s."""
     grid, itemsize = (text.sequences, text.length), sizes[0].itemsize
     pair = tuple((shape, size.parameters) for shape, size in zip(shapes, sizes, strict=True))
-    cost = plan.collect_cost(pair, grid, options, itemsize)
+    cost = plan.collect_cost(pair, grid, options, itemsize, rate)
     moments = plan.moments_bytes(*shapes, options.scope) if options.moments else 0
     return {
         "sequences": text.sequences,
@@ -74,53 +110,106 @@ def plan_models(
     options: CollectOptions,
     request: FitRequest | None = None,
 ) -> dict[str, Any]:
-    """Return what collecting from two models takes, in two passes if need be, and then fitting.
+    """Return each recipe's map, what collecting from two models takes, and then fitting.
+
+    Collecting is in two passes if need be. `here` says whether it all fits this machine.
 
     Args:
-        request: Of a fit. Without one, two passes are those of the default recipe.
+        request: Of a fit. Without one, two passes and `here` are those of the default recipe.
 
     Raises:
         UsageError: Two passes cannot do what is asked, or a collection or a fit would refuse it.
     """
     wanted = request or FitRequest(fit.recipe(fit.DEFAULT_RECIPE))
+    rate = plan.matmul_rate()
     kept = with_scope(options, shapes, request and request.recipe)
     check_options(kept, text.sequences, text.length)
     check_layers(shapes, kept.layers)
     require_mapped(wanted.recipe.options, shapes[1])
-    said = plan.two_passes(*shapes, with_scope(options, shapes, wanted.recipe), wanted.recipe.k)
+    whole = with_scope(options, shapes, wanted.recipe)
+    said = plan.two_passes(*shapes, whole, wanted.recipe.k)
     passes = {}
     if said and wanted.layers:
-        kept = of_layers(options, shapes, wanted.recipe, load_layers(wanted.layers)[1])
+        kept = whole = of_layers(options, shapes, wanted.recipe, load_layers(wanted.layers)[1])
     elif said:
         refuse_greedy(wanted)
-        passes = {"two_passes": said, **_passes(shapes, sizes, text, options, wanted.recipe)}
-    found = {"collect": collect_plan(shapes, sizes, text, kept), **passes}
-    if request is None:
-        return found
-    grid, second = (text.sequences, text.length), passes.get("second_pass", {})
-    k = second.get("k") or _most_layers(request, shapes, grid, options)
-    moments = second.get("apart_moments_bytes") or found["collect"]["moments_bytes"]
-    size = FitSize(request.recipe, k, shapes, sizes, grid, options, moments, sizes[0].itemsize)
-    return {**found, "fit": _fit_plan(size)}
+        passes = _passes(shapes, sizes, text, options, wanted.recipe, rate)
+    found = {"collect": collect_plan(shapes, sizes, text, kept, rate)}
+    found |= {"two_passes": said, **passes} if passes else {}
+    collecting = list(passes.values()) or [collect_plan(shapes, sizes, text, whole, rate)]
+    grid, last = (text.sequences, text.length), collecting[-1]
+    k = last.get("k") or _most_layers(wanted, shapes, grid, options)
+    moments = last.get("apart_moments_bytes") or last["moments_bytes"]
+    size = FitSize(wanted.recipe, k, shapes, sizes, grid, options, moments, sizes[0].itemsize)
+    fitting = _fit_plan(size, rate)
+    near = most_bytes(stages(replace(size, moments=last["moments_bytes"]), rate))
+    return {
+        "maps": map_sizes(size, sizes[0].itemsize, collected=False, rate=rate),
+        **found,
+        **({"fit": fitting} if request else {}),
+        "here": here(collecting, fitting["stages"], near),
+    }
+
+
+def here(
+    collecting: list[dict[str, Any]], fitting: list[dict[str, Any]], least: int
+) -> dict[str, Any]:
+    """Return whether this machine has the memory and disk for a map from nothing, and the time.
+
+    `fits` is None where that hangs on which layers are chosen.
+
+    Args:
+        collecting: Passes, as `collect_plan` has them.
+        fitting: Stages of the fit.
+        least: Bytes that the fit holds at least.
+    """
+    disk = sum(step["disk_bytes"] for step in collecting)
+    passes = [(step["peak_bytes"], step.get("apart_peak_bytes", 0)) for step in collecting]
+    collected = max(low for low, _ in passes), max(map(max, passes))
+    fitted = least, most_bytes(fitting)
+    memory, room = plan.free_memory("cpu"), plan.free_disk(cache_folder())
+    needs = [
+        ("collecting", "memory", collected, memory),
+        ("fitting", "memory", fitted, memory),
+        ("collecting", "disk", (disk, disk), room),
+    ]
+    short = [need for need in needs if need[2][0] > need[3]]
+    maybe = [need for need in needs if need[2][1] > need[3]]
+    lacking = [
+        {"work": work, "of": what, "bytes": low if short else high, "free_bytes": free}
+        for work, what, (low, high), free in short or maybe
+    ]
+    return {
+        "fits": False if short else None if maybe else True,
+        "lacking": lacking,
+        "peak_bytes": max(collected[1], fitted[1]),
+        "free_memory_bytes": memory,
+        "disk_bytes": disk,
+        "free_disk_bytes": room,
+        "seconds": sum(step["seconds"] for step in (*collecting, *fitting)),
+    }
 
 
 def _passes(
-    shapes: Shapes, sizes: Sizes, text: TextOptions, options: CollectOptions, recipe: fit.Recipe
-) -> dict[str, Any]:
+    shapes: Shapes,
+    sizes: Sizes,
+    text: TextOptions,
+    options: CollectOptions,
+    recipe: fit.Recipe,
+    rate: float,
+) -> dict[str, dict[str, Any]]:
     """Return what each of two passes takes.
 
     The second is planned for layers of about the same relative depth, whose neighbours share
     most, and, with names that begin with "apart", for any that lie apart.
     """
     sample = replace(text, sequences=min(plan.SAMPLE, text.sequences))
-    first = collect_plan(shapes, sizes, sample, plan.sample_of(options))
-    depths = [shape.layers for shape in shapes]
+    first = collect_plan(shapes, sizes, sample, plan.sample_of(options), rate)
     for k in counts_to_try(recipe, shapes, (text.sequences, text.length), options):
-        near = tuple(near_layers(at, depths[1], depths[0], k) for at in range(depths[1]))
-        narrow = of_layers(options, shapes, recipe, near)
+        narrow = _near(recipe, k, shapes, options)
         if plan.too_large(*shapes, narrow) is None:
             break
-    second = collect_plan(shapes, sizes, text, narrow)
+    second = collect_plan(shapes, sizes, text, narrow, rate)
     apart = apart_bytes(*shapes, narrow)
     second |= {
         "k": k,
@@ -134,6 +223,65 @@ def calibration_plan(
     calibration: Calibration, request: FitRequest, loading: Loading
 ) -> dict[str, Any]:
     """Return the size of each recipe's map of a calibration, and what the stages of a fit take."""
+    size, rate = _size_of(calibration, request, loading), plan.matmul_rate()
+    maps = map_sizes(size, 4, collected=True, rate=rate)
+    return {"maps": maps, "fit": _fit_plan(size, rate)}
+
+
+def frontier_plan(
+    calibration: Calibration, request: FitRequest, loading: Loading
+) -> dict[str, Any]:
+    """Return how many maps a frontier fits and measures, and what that takes.
+
+    None where a model's config is not at hand.
+    """
+    size, rate = _size_of(calibration, request, loading), plan.matmul_rate()
+    kept = calibration.scope.lookback_layers
+    asked = list(frontier.candidates(size.recipe, size.shapes, kept))
+    fitted = [
+        replace(size, recipe=fit.Recipe(one.k, one.ridge, one.options), k=one.k)
+        for one in dict.fromkeys(replace(one, rank=None) for one in asked)
+    ]
+    rows = [row for one in fitted for row in stages(one, rate)]
+    tails = frontier.tails(size.recipe, size.grid[1])
+    found = {"candidates": len(asked), "fits": len(fitted), "tails": tails}
+    if None in size.models:
+        return {**found, "peak_bytes": None, "flops": None, "seconds": None}
+    solving = sum(row["flops"] for row in rows) + _ranking(size, asked)
+    measuring = _measuring(size, asked, tails)
+    weights = sum(model.parameters * model.itemsize for model in size.models)
+    return {
+        **found,
+        "peak_bytes": max(row["peak_bytes"] for row in rows) + weights,
+        "flops": solving + measuring,
+        # Systems are solved in float64, in twice the time of the float32 that is measured here.
+        "seconds": (2 * solving + measuring) / rate,
+    }
+
+
+def _ranking(size: FitSize, asked: list[fit.Recipe]) -> float:
+    """Return the FLOPs of keeping weights as two factors: products with both splits' Gram."""
+    shapes = [replace(size, recipe=one, k=one.k).regressions for one in asked if one.rank]
+    return sum(8.0 * mapped * groups * p * p * q for mapped, groups, p, q in shapes)
+
+
+def _measuring(size: FitSize, asked: list[fit.Recipe], tails: list[int]) -> float:
+    """Return the FLOPs of reading held-out sequences, and of every candidate's answers to them."""
+    sequences, length = min(frontier.SEQUENCES, size.held_out), size.grid[1]
+    pairs = [
+        (model.parameters, shape) for model, shape in zip(size.models, size.shapes, strict=True)
+    ]
+    reading = sum(forward_flops(*pair, (sequences, length)) for pair in pairs)
+    applied = sequences + 1 + frontier.ROUNDS
+    mapping = sum(2.0 * map_parameters(one, one.k, *size.shapes) * length for one in asked)
+    speaking = sum(
+        forward_flops(*pairs[1], (sequences, tail + frontier.reach(length))) for tail in tails
+    )
+    return len(tails) * (reading + applied * mapping) + len(asked) * speaking
+
+
+def _size_of(calibration: Calibration, request: FitRequest, loading: Loading) -> FitSize:
+    """Return a fit of a calibration to plan."""
     index, recorded = calibration.index, calibration.index["options"]
     shapes = (calibration.source.geometry, calibration.target.geometry)
     scope = calibration.scope
@@ -146,8 +294,7 @@ def calibration_plan(
     sizes = tuple(_size_by_name(name, loading) for name in names)
     itemsize = getattr(torch, calibration.source.dtype).itemsize
     recipe = fit.with_lookback(request.recipe, scope.lookback_layers)
-    size = FitSize(recipe, k, shapes, sizes, grid, options, moments, itemsize)
-    return {"maps": map_sizes(shapes, 4, moments), "fit": _fit_plan(size)}
+    return FitSize(recipe, k, shapes, sizes, grid, options, moments, itemsize)
 
 
 def _most_layers(
@@ -175,5 +322,5 @@ def _size_by_name(name: str, loading: Loading) -> ModelSize | None:
     return model_size(config, loading)
 
 
-def _fit_plan(size: FitSize) -> dict[str, Any]:
-    return {"k": size.k, "k_is_known": size.recipe.k != "auto", "stages": stages(size)}
+def _fit_plan(size: FitSize, rate: float) -> dict[str, Any]:
+    return {"k": size.k, "k_is_known": size.recipe.k != "auto", "stages": stages(size, rate)}

@@ -15,7 +15,10 @@ from kvmap.models.configs import load_config, shape_of
 from kvmap.models.digests import template_digest, tokenizer_digest
 from kvmap.models.load import load_tokenizer
 from kvmap.models.probe import refuse_unsupported
-from kvmap.plan_fit import map_sizes, model_size, plan_models
+from kvmap.plan_fit import model_size, plan_models
+
+# Of a vocabulary: tokens that may be no tokenizer's, there to round up the size of a table.
+PADDING, PADDING_SHARE = 512, 0.01
 
 
 def survey(
@@ -28,7 +31,8 @@ def survey(
     """Return a pair's shapes, what stands against pairing it, and the size of each artifact.
 
     `pairable` is None where nothing stands against it but a tokenizer is not at hand. Where a
-    fit goes on in two passes, `first_pass` and `second_pass` are what these take.
+    fit goes on in two passes, `first_pass` and `second_pass` are what these take. `here` says
+    whether this machine has the memory and the disk for a fit from nothing.
 
     Args:
         request: Of a fit, which collects what its recipe reads; `fit` is then what its stages
@@ -47,7 +51,7 @@ def survey(
     ]
     planned = plan_models(shapes, sizes, text, options, request)
     tokenizers = _tokenizer_problems(names, loading)
-    problems += tokenizers or []
+    problems += _vocabulary_problems(shapes) if tokenizers is None else tokenizers
     return {
         **{
             side: _model(name, shape, size)
@@ -57,7 +61,6 @@ def survey(
         },
         "pairable": False if problems else None if tokenizers is None else True,
         "problems": problems,
-        "maps": map_sizes(shapes, sizes[0].itemsize),
         **planned,
     }
 
@@ -83,6 +86,19 @@ def _tokenizer_problems(names: tuple[str, str], loading: Loading) -> list[str] |
     if len({template_digest(tokenizer) for tokenizer in tokenizers}) > 1:
         return ["the chat templates differ, so the same conversation becomes different tokens"]
     return []
+
+
+def _vocabulary_problems(shapes: tuple[Geometry, Geometry]) -> list[str]:
+    """Say that one tokenizer cannot serve both, where padding does not explain their sizes.
+
+    One tokenizer's models differ by what rounds up their tables: Qwen2.5 has 151,936 or 152,064,
+    Pythia 50,304 or 50,688.
+    """
+    small, large = sorted(shape.vocabulary for shape in shapes)
+    if large - small <= max(PADDING, PADDING_SHARE * large):
+        return []
+    found = " and ".join(f"{shape.vocabulary:,}" for shape in shapes)
+    return [f"vocabularies of {found} tokens are of different tokenizers"]
 
 
 def _model(name: str, shape: Geometry, size: ModelSize) -> dict[str, Any]:

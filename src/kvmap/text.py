@@ -29,6 +29,8 @@ ROLES = {"human": "user", "gpt": "assistant"}
 CHARACTERS_PER_TOKEN = 64
 # Bytes of a file by which it is known again.
 BEGINNING = 1 << 20
+# Share of tokens that stand for what a tokenizer does not know: of more is told, or it is refused.
+MUCH_UNKNOWN, MOST_UNKNOWN = 0.05, 0.5
 
 
 def documents(
@@ -86,7 +88,7 @@ def token_sequences(texts: Iterable[str], tokenizer: Any, length: int, count: in
     and leaves the rest of a long one.
 
     Raises:
-        UsageError: There is not text enough.
+        UsageError: There is not text enough, or the tokenizer knows less than half of it.
     """
     sequences: list[list[int]] = []
     current: list[int] = []
@@ -104,7 +106,28 @@ def token_sequences(texts: Iterable[str], tokenizer: Any, length: int, count: in
             f"the text gives {found}, expected {count} sequences of {length} tokens; "
             f"give more text with `--dataset`, or {remedy}"
         )
-    return torch.tensor(sequences, dtype=torch.long).reshape(count, length)
+    token_ids = torch.tensor(sequences, dtype=torch.long).reshape(count, length)
+    if unknown_share(token_ids, tokenizer) > MOST_UNKNOWN:
+        remark = unknown_remark(token_ids, tokenizer)
+        raise UsageError(f"{remark}; give other text with `--dataset`")
+    return token_ids
+
+
+def unknown_share(token_ids: Tensor, tokenizer: Any) -> float:
+    """Return the share of token ids that stand for what a tokenizer does not know."""
+    unknown_id = getattr(tokenizer, "unk_token_id", None)
+    # Tokenizers of bytes know everything, and may name the end of a text for what they do not.
+    if unknown_id is None or unknown_id in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        return 0.0
+    return (token_ids == unknown_id).double().mean().item() if token_ids.numel() else 0.0
+
+
+def unknown_remark(token_ids: Tensor, tokenizer: Any) -> str | None:
+    """Say how much of a text a tokenizer does not know; None where that is little."""
+    share = unknown_share(token_ids, tokenizer)
+    if share <= MUCH_UNKNOWN:
+        return None
+    return f"{share:.0%} of the text's tokens are unknown to the tokenizer: {tokenizer.unk_token}"
 
 
 def read_file(path: Path) -> str:

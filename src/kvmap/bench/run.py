@@ -22,6 +22,8 @@ from kvmap.collect_pair import Loading
 from kvmap.engine import compute_dtype, prepare
 from kvmap.errors import UsageError
 from kvmap.fit import DEFAULT_RECIPE, recipe
+from kvmap.fit.recipes import preset_of
+from kvmap.header import sound
 from kvmap.mapping import CacheMap
 from kvmap.models.configs import shape_of
 from kvmap.models.devices import pick_device, pick_dtype
@@ -35,7 +37,7 @@ class Job:
 
     Attributes:
         names: Source and target.
-        recipe: Of the map that is made where no file is given.
+        recipe: Of the map that is made where no file is given, else what the file's was fitted by.
         path: The map's file.
     """
 
@@ -56,7 +58,9 @@ def jobs_of(path: Path | None, pair: str, both: bool, recipes: str | None) -> li
     """
     if path is not None:
         cmap = CacheMap.load(path)
-        return [Job((cmap.source.name, cmap.target.name), None, path)]
+        with sound(path, "map"):
+            preset = preset_of(cmap.provenance)
+        return [Job((cmap.source.name, cmap.target.name), preset, path)]
     names = tuple(name.strip() for name in pair.split(","))
     if len(names) != 2 or not all(names):
         raise UsageError(f"found --pair {pair!r}, expected two models joined by a comma")

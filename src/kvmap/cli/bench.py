@@ -98,7 +98,12 @@ def run(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Time a handoff and the target's own prefill, part by part."""
+    """Time a handoff and the target's own prefill, part by part.
+
+    Medians. A handoff is map, build (of the target's cache) and first token (native head, layer 0
+    and tail) together; warm is prefill over handoff, cold counts the source's own prefill too.
+    Matmul and copy are the map's share of this machine's peaks, extra the memory beside caches.
+    """
     from kvmap import bench
     from kvmap.collect_pair import Loading
 

@@ -40,6 +40,8 @@ def report(document: dict[str, Any]) -> str:
     head = ("source", "target", "recipe", *COLUMNS, "warm", "cold", "matmul", "copy", "extra")
     rows = [_row(one) for one in document["contexts"]]
     lines = [table(head, rows), _machine_line(document["machine"])]
+    if any((one["matmul_share"] or 0) > 1 for one in document["contexts"]):
+        lines.append("shares above 100 %: other work slowed the machine while it was measured")
     if document["maps"]:
         loads = ", ".join(f"{one['load_seconds'] * 1e3:.0f}" for one in document["maps"])
         lines.append(f"map loaded from disk in {loads} ms")

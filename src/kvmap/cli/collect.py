@@ -118,11 +118,14 @@ def _chosen(path: Path | None):
 
 
 def _collect(out: Output, names, text, asked, output, loading, force):
+    from kvmap.clearing import require_unfinished
     from kvmap.collect_pair import collect_pair, geometries, read_text, require_room, with_scope
 
+    if output is not None:
+        require_unfinished(output, force)
     asked = with_scope(asked, geometries(names, loading))
     require_room(names, text, asked, output, loading)
-    found = read_text(names, text, loading)
+    found = read_text(names, text, loading, out.note)
     with out.progress() as progress:
         return collect_pair(names, found, asked, output, loading, progress, force)
 

@@ -32,7 +32,8 @@ def run(
 ) -> None:
     """Make one map of two linear ones.
 
-    The hub's own head and tail are lost.
+    FIRST is fitted with `--no-anchor --no-exact-first`, SECOND with `--lookback 0`. The hub's own
+    head and tail are lost.
     """
     from kvmap.artifacts import refuse_overwrite
     from kvmap.calibration import Calibration

@@ -168,7 +168,7 @@ def run(
         _note_read(out, guess["read_in_calibration"])
         out.document({"map": str(cmap), **guess}, lambda: layout.prediction(guess))
         return
-    found = _evaluate(out, cmap, asked, places)
+    found = _evaluate(out, cmap, asked, places, sign)
     if output is not None:
         found.save(output)
     if html is not None:
@@ -205,14 +205,10 @@ def _limited(asked: Any, limit: int | None) -> Any:
     return asked if limit is None else replace(asked, limit=limit or None)
 
 
-def _open(path: Path, places: tuple) -> tuple[Any, Any, Any]:
-    """Return a map and its two models."""
-    from kvmap.mapping import CacheMap
-
+def _models(cmap: Any, places: tuple) -> tuple[Any, Any]:
+    """Return a map's two models."""
     source, target, loading = places
-    cmap = CacheMap.load(path)
-    names = (source or cmap.source.name, target or cmap.target.name)
-    return cmap, *(loading.open(name) for name in names)
+    return loading.open(source or cmap.source.name), loading.open(target or cmap.target.name)
 
 
 def _folder() -> Path:
@@ -223,11 +219,17 @@ def _folder() -> Path:
     return atomic.make_folder(cache_folder() / "evaluations")
 
 
-def _evaluate(out: Output, path: Path, asked: Any, places: tuple) -> Any:
-    from kvmap.evaluate.evaluation import evaluate, fingerprint
+def _evaluate(out: Output, path: Path, asked: Any, places: tuple, sign: bool) -> Any:
+    """Return the report; one that cannot be signed is not made where it should be."""
+    from kvmap.evaluate.evaluation import evaluate, fingerprint, read_in_calibration
+    from kvmap.evaluate.evidence import check_held_out
     from kvmap.evaluate.predict import remember
+    from kvmap.mapping import CacheMap
 
-    cmap, source, target = _open(path, places)
+    cmap = CacheMap.load(path)
+    if sign:
+        check_held_out(path, read_in_calibration(cmap, asked))
+    source, target = _models(cmap, places)
     journal = _folder() / f"{fingerprint(cmap, asked)[:24]}.jsonl"
     with out.progress() as progress:
         found = evaluate(cmap, source, target, asked, journal, progress)
@@ -248,8 +250,10 @@ def _note_read(out: Output, read: dict[str, str]) -> None:
 def _predict(path: Path, asked: Any, places: tuple) -> dict[str, Any]:
     from kvmap.evaluate.evaluation import predicted
     from kvmap.evaluate.predict import recall
+    from kvmap.mapping import CacheMap
 
-    return predicted(*_open(path, places), asked, recall(_folder() / "seen.jsonl"))
+    cmap = CacheMap.load(path)
+    return predicted(cmap, *_models(cmap, places), asked, recall(_folder() / "seen.jsonl"))
 
 
 def _page(path: Path, found: Any) -> None:

@@ -13,7 +13,11 @@ from kvmap.errors import UsageError
 
 if TYPE_CHECKING:
     from kvmap.calibration import Calibration
-    from kvmap.fit_pair import FitRequest
+    from kvmap.collect_options import CollectOptions
+    from kvmap.collect_pair import Loading, TextOptions
+    from kvmap.fit.job import Opener
+    from kvmap.fit_pair import FitReport, FitRequest
+    from kvmap.geometry import Geometry
 
 EXAMPLES = (
     "kvmap fit tiny-m tiny-l -o m-l.map",
@@ -40,7 +44,9 @@ def run(
         typer.Option(
             "--method",
             metavar="top|greedy|mlp|residual",
-            help="How to choose layers, top or greedy; or fit networks. [default: top]",
+            help="One of two things: how layers are chosen, top or greedy, for a linear map; or "
+            "which network is fitted instead, mlp or residual, of layers chosen by top. "
+            "[default: top]",
         ),
     ] = None,
     weights: Annotated[
@@ -143,14 +149,12 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Fit a map, doing what must come before."""
-    from functools import partial
-
     from kvmap.artifacts import refuse_overwrite
     from kvmap.calibration import Calibration
     from kvmap.collect_options import CollectOptions
     from kvmap.collect_pair import Loading, TextOptions
     from kvmap.columns import LOOKBACK
-    from kvmap.fit_pair import FitRequest, fit_calibration, fit_pair
+    from kvmap.fit_pair import FitRequest
     from kvmap.models.devices import pick_device
 
     out = Output(as_json, quiet)
@@ -208,44 +212,79 @@ def run(
             "run `kvmap collect` first and give its folder"
         )
     if target is None:
+        _require_calibration(source)
         _refuse(text | kept)
         if not frontier and budget is None:
             how = {"--device": device, "--dtype": dtype, "--trust-remote-code": trust_remote_code}
             ignored.of_models(how, request.recipe)
         calibration = Calibration.open(source)
-        if calibration.index["options"].get("layers") is not None:
+        if calibration.scope.layers is not None:
             ignored.of_chosen(typed, networks)
-        named = (calibration.source.name, calibration.target.name)
-        openers = tuple(partial(loading.open, name) for name in named)
-        if frontier or budget is not None:
-            picked = _frontier(out, calibration, request, openers, budget, plot)
-            if picked is None:
-                return
-            request = picked
-        if dry_run:
-            _plan_calibration(out, calibration, request, loading)
-            return
-        with out.progress() as progress:
-            report = fit_calibration(calibration, request, progress, openers=openers)
+        report = _from_calibration(out, calibration, request, loading, typed)
     else:
         made = (inputs.given(TextOptions, **text), inputs.given(CollectOptions, **kept), loading)
-        if dry_run:
-            _plan_models(out, (source, target), request, made)
-            return
-        with out.progress() as progress:
-            report = fit_pair((source, target), *made[:2], request, loading, progress, out.note)
+        report = _from_models(out, (source, target), request, made, typed)
+    if report is None:
+        return
     for line in fit_text.notes(report):
         out.note(line)
     out.result(report.path, report.to_json())
+
+
+def _from_calibration(
+    out: Output,
+    calibration: Calibration,
+    request: FitRequest,
+    loading: Loading,
+    typed: dict[str, Any],
+) -> FitReport | None:
+    """Fit a map; None where only the plan or the frontier was asked for."""
+    from functools import partial
+
+    from kvmap.fit_pair import fit_calibration
+
+    source, target = calibration.source, calibration.target
+    openers = tuple(partial(loading.open, side.name) for side in (source, target))
+    if typed["--frontier"] or typed["--budget"] is not None:
+        request = _frontier(out, calibration, request, loading, openers, typed)
+        if request is None:
+            return None
+    elif calibration.scope.layers is None:
+        _check_count(out, typed["-k"], request, source.name, source.geometry)
+    if typed["--dry-run"]:
+        _plan_calibration(out, calibration, request, loading)
+        return None
+    with out.progress() as progress:
+        return fit_calibration(calibration, request, progress, openers=openers)
+
+
+def _from_models(
+    out: Output,
+    names: tuple[str, str],
+    request: FitRequest,
+    made: tuple[TextOptions, CollectOptions, Loading],
+    typed: dict[str, Any],
+) -> FitReport | None:
+    """Fit a map, collecting what is missing; None where only the plan was asked for."""
+    from kvmap.collect_pair import geometries
+    from kvmap.fit_pair import fit_pair
+
+    *kept, loading = made
+    _check_count(out, typed["-k"], request, names[0], geometries(names, loading)[0])
+    if typed["--dry-run"]:
+        _plan_models(out, names, request, made)
+        return None
+    with out.progress() as progress:
+        return fit_pair(names, *kept, request, loading, progress, out.note)
 
 
 def _frontier(
     out: Output,
     calibration: Calibration,
     request: FitRequest,
-    openers: tuple,
-    budget: str | None,
-    picture: Path | None,
+    loading: Loading,
+    openers: tuple[Opener, Opener],
+    typed: dict[str, Any],
 ) -> FitRequest | None:
     """Measure candidates and print them, or return a request for the best within a budget."""
     from dataclasses import replace
@@ -254,11 +293,16 @@ def _frontier(
     from kvmap.fit.frontier import plot, within
     from kvmap.pipeline import cost_quality
 
+    budget, picture = typed["--budget"], typed["--plot"]
     limit = None if budget is None else inputs.share_or_milliseconds(budget)
     if picture is not None:
         check_plotting()
+    if typed["--dry-run"]:
+        _plan_frontier(out, calibration, request, loading)
+        return None
+    told = lambda *found: out.note(fit_text.candidate(*found))  # noqa: E731
     with out.progress() as progress:
-        points = cost_quality(calibration, request.recipe, progress, openers)
+        points = cost_quality(calibration, request.recipe, progress, openers, told)
     if picture is not None:
         plot(points, picture)
     if limit is None:
@@ -266,6 +310,31 @@ def _frontier(
         return None
     out.note(fit_text.frontier(points))
     return replace(request, recipe=within(points, *limit).recipe)
+
+
+def _require_calibration(source: str) -> None:
+    """Refuse the name of a model that stands alone."""
+    from kvmap.names import is_checkpoint
+
+    if is_checkpoint(source):
+        raise UsageError(
+            f"{source} is a model, and TARGET is missing; run `kvmap fit {source} TARGET`, "
+            "or give a calibration that `kvmap collect` made"
+        )
+
+
+def _check_count(
+    out: Output, asked: str | None, request: FitRequest, name: str, source: Geometry
+) -> None:
+    """Refuse a k that is more than the source's layers if it was asked for, else say so."""
+    from kvmap.fit.recipes import require_layers
+
+    if request.layers is not None:
+        return
+    if asked is not None and request.recipe.k != "auto":
+        require_layers(request.recipe.k, source, name)
+    for line in fit_text.capped(request.recipe, source):
+        out.note(line)
 
 
 def _refuse(asked: dict[str, Any]) -> None:
@@ -285,6 +354,15 @@ def _plan_calibration(
 
     found = calibration_plan(calibration, request, loading)
     out.document(found, lambda: f"{plan.maps_text(found['maps'])}\n\n{plan.fit_text(found['fit'])}")
+
+
+def _plan_frontier(
+    out: Output, calibration: Calibration, request: FitRequest, loading: Any
+) -> None:
+    from kvmap.plan_fit import frontier_plan
+
+    found = frontier_plan(calibration, request, loading)
+    out.document({"frontier": found}, lambda: plan.frontier_text(found))
 
 
 def _plan_models(out: Output, names: tuple[str, str], request: FitRequest, made: tuple) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from kvmap.cli.output import amount, figure, table
 
 if TYPE_CHECKING:
+    from kvmap.fit import Recipe
     from kvmap.fit.frontier import Point
     from kvmap.fit_pair import FitReport
+    from kvmap.geometry import Geometry
 
 
 def frontier(points: Sequence[Point]) -> str:
@@ -37,6 +39,30 @@ def frontier(points: Sequence[Point]) -> str:
     return table(head, rows)
 
 
+def candidate(points: Sequence[Point], done: int, total: int) -> str:
+    """Say in one line what came of a candidate, with each native tail."""
+    recipe = points[0].recipe
+    options = recipe.options
+    inputs = [name for name in ("joint", "anchor") if getattr(options, name)]
+    if options.lookback:
+        late = ",".join(map(str, options.lookback_layers))
+        inputs.append(f"lookback {options.lookback} of layers {late}")
+    rank = [] if recipe.rank is None else [f"rank +{recipe.rank:.0%} error"]
+    made = ", ".join([f"{options.heads} heads", *inputs, f"k {recipe.k}", *rank])
+    found = ", ".join(
+        f"KL {figure(p.divergence)}, {p.milliseconds:.1f} ms with a tail of "
+        f"{p.recipe.options.native_tail}"
+        for p in points
+    )
+    return f"{done} of {total}: {made}: {found}"
+
+
+def capped(recipe: Recipe, source: Geometry) -> Iterator[str]:
+    """Say that a recipe reads more layers than the source has."""
+    if recipe.k != "auto" and recipe.k > source.layers:
+        yield f"k = {recipe.k} is capped at the source's {source.layers} layers"
+
+
 def notes(report: FitReport) -> Iterator[str]:
     """Yield what a fit has to say of itself, line by line."""
     from kvmap.fit.accuracy import rounded_away
@@ -49,9 +75,11 @@ def notes(report: FitReport) -> Iterator[str]:
         train, held_out = (made["r2"][split][kind] for split in ("train", "held_out"))
         yield f"R² of {kind}s: {figure(held_out)} held out, {figure(train)} in sample"
     if rounded_away(report.cmap):
+        wider = made["collect"].get("products") == "float32"
+        ways = f"{'collect with --products float64, or ' if wider else ''}give a larger --ridge"
         yield (
             "warning: an R² is more than 1, so the moments lack digits for so small a ridge; "
-            "collect with --products float64, or give a larger --ridge"
+            f"{ways}"
         )
     if made["recipe"]["assign"] == "best" and _by_ratio(made):
         yield (
@@ -64,9 +92,10 @@ def notes(report: FitReport) -> Iterator[str]:
         f"({amount(4 * report.cmap.parameters)}), {ratio:.1f} rows per input"
     )
     if ratio < LOW_ROWS_PER_INPUT:
+        smaller = " or a smaller -k" if report.k > 1 else ""
         yield (
             f"warning: fewer than {LOW_ROWS_PER_INPUT:.0f} rows per input; in-sample R² says "
-            "nothing here: give more --sequences or a smaller -k"
+            f"nothing here: give more --sequences{smaller}"
         )
 
 

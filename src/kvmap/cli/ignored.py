@@ -119,7 +119,6 @@ def _in_frontier(asked: Asked, frontier: bool) -> None:
         refuse(asked, AFTER, "is of a map, and --frontier fits none; give a --budget instead")
     varied = [name for name in asked if name.replace("--no-", "--") in VARIED]
     refuse(asked, varied, "is what --frontier and --budget vary; leave it out")
-    refuse(asked, ["--dry-run"], "does nothing, and --frontier and --budget measure; leave one out")
 
 
 def in_collect(asked: Asked, merge: bool, moments: bool) -> None:

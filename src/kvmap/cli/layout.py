@@ -21,15 +21,14 @@ def spread(value: float | None, ends: list[float] | None, digits: int = 3) -> st
 
 def render(figures: dict[str, Any]) -> str:
     """Lay a report out as text: arms, ratios, verdict, then each task by its groups."""
+    from kvmap.evaluate.report import conclusion, extent
+
     about = figures["about"]
-    head = (
-        f"{about['source']} → {about['target']}: {figures['n']} questions on "
-        f"{figures['documents']} documents; intervals 95 %, over documents"
-    )
+    head = f"{about['source']} → {about['target']}: {extent(figures)}"
     parts = [head, arms_table(figures), ratios(figures), tasks_table(figures)]
     parts += [diagnostics(figures)]
     parts += [
-        f"verdict: {figures['verdict']}" + (f": {figures['unsure']}" if figures["unsure"] else ""),
+        f"verdict: {conclusion(figures)}",
         *(f"{name} by {label}\n{groups(table_)}" for name, label, table_ in _grouped(figures)),
         *(grid(name, task["grid"]) for name, task in figures["tasks"].items() if task["grid"]),
         *(drift(name, task) for name, task in figures["tasks"].items() if task.get("drift")),
@@ -39,12 +38,16 @@ def render(figures: dict[str, Any]) -> str:
 
 def arms_table(figures: dict[str, Any]) -> str:
     """Lay out the arms, a row each."""
-    rows = []
+    from kvmap.evaluate.statistics import WILSON_NOTE, by_wilson
+
+    rows, note = [], ""
     for arm, found in figures["arms"].items():
         right = spread(found["accuracy"], found["intervals"]["accuracy"])
+        if by_wilson(found["accuracy"]):
+            right, note = f"{right}*", f"\n* {WILSON_NOTE}"
         rest = [figure(found.get(name)) for name in ("nll", "kl", "kl_p95", "top1")]
         rows.append([arm, right, *rest])
-    return table(("arm", "accuracy", "nll", "kl", "kl p95", "top1"), rows)
+    return table(("arm", "accuracy", "nll", "kl", "kl p95", "top1"), rows) + note
 
 
 def ratios(figures: dict[str, Any]) -> str:
@@ -58,11 +61,21 @@ def ratios(figures: dict[str, Any]) -> str:
     lines.append((label, spread(figures["margin"], figures["intervals"]["margin"])))
     for name, found in figures["tests"].items():
         label = f"mapped - {name.removeprefix('mapped_')}"
-        tests = [("p", found["p_bootstrap"]), ("McNemar p", found.get("p_mcnemar"))]
-        said = ", ".join(f"{test} {value:.2g}" for test, value in tests if value is not None)
-        lines.append((label, f"{spread(found['difference'], found['interval'])}  {said}"))
+        value = spread(found["difference"], found["interval"])
+        lines.append((label, f"{value}  {p_values(found)}"))
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in lines)
+
+
+def p_values(found: dict[str, Any]) -> str:
+    """Write a difference's p-values; the smallest that resamples allow is an upper bound."""
+    from kvmap.evaluate.statistics import SMALLEST_P
+
+    p, exact = found["p_bootstrap"], found.get("p_mcnemar")
+    said = "p -" if p is None else f"p {p:.2g}"
+    if p is not None and p <= SMALLEST_P:
+        said = f"p < {SMALLEST_P:.1g}"
+    return said if exact is None else f"{said}, McNemar p {exact:.2g}"
 
 
 def tasks_table(figures: dict[str, Any]) -> str:
@@ -181,4 +194,6 @@ def prediction(found: dict[str, Any]) -> str:
             f"predicted retention {figure(found['retention'])}, off by {figure(found['error'])} "
             f"on the {found['maps']} maps evaluated here"
         )
+    if found["read_in_calibration"]:
+        lines.append("on text the calibration has read: not held out")
     return "\n".join(lines)

@@ -8,8 +8,7 @@ EXAMPLES = ("kvmap models", "kvmap models --json")
 
 def run(as_json: options.Json = False) -> None:
     """List the model names known."""
-    from kvmap import demo
-    from kvmap.models import names
+    from kvmap import demo, names
 
     known = [{"name": name, "location": "in this package"} for name in demo.MODELS]
     known += [{"name": name, "location": where} for name, (where, _) in names.KNOWN.items()]

@@ -62,6 +62,8 @@ def text(found: dict[str, Any]) -> str:
         parts += [found["two_passes"], *map(collect_text, passes)]
     if "fit" in found:
         parts.append(fit_text(found["fit"]))
+    if found["pairable"] is not False:
+        parts.append(here_text(found["here"]))
     return "\n\n".join(parts)
 
 
@@ -73,7 +75,7 @@ def maps_text(maps: list[dict[str, Any]]) -> str:
             m["k"],
             amount(m["bytes"]),
             large(m["flops_per_token"]),
-            amount(m["fit_bytes"]),
+            None if m["fit_bytes"] is None else amount(m["fit_bytes"]),
             amount(m["use_bytes"]),
         )
         for m in maps
@@ -115,6 +117,39 @@ def fit_text(cost: dict[str, Any]) -> str:
     ]
     most = "" if cost["k_is_known"] else " at most"
     return table((f"fit, k = {cost['k']}{most}", "memory at most", "work", "time here"), rows)
+
+
+def frontier_text(cost: dict[str, Any]) -> str:
+    """Lay out what measuring candidates would take; dashes where a config is not at hand."""
+    tails = " and ".join(map(str, cost["tails"]))
+    memory, work = "-", "-"
+    if cost["seconds"] is not None:
+        memory = f"{amount(cost['peak_bytes'])} at most"
+        work = f"{large(cost['flops'])}FLOP, about {duration(cost['seconds'])} here"
+    lines = [
+        f"measure {cost['candidates']} candidates of {cost['fits']} fits, native tail {tails}:",
+        f"  memory  {memory}",
+        f"  work    {work}",
+    ]
+    return "\n".join(lines)
+
+
+def here_text(found: dict[str, Any]) -> str:
+    """Say in one line whether this machine can do it all, and for how long it would work."""
+    time = f"about {duration(found['seconds'])}"
+    if found["fits"]:
+        memory = f"peak {amount(found['peak_bytes'])} of {amount(found['free_memory_bytes'])}"
+        disk = f"disk {amount(found['disk_bytes'])} of {amount(found['free_disk_bytes'])} free"
+        return f"here: fits ({memory}, {disk}), {time}"
+    surely = found["fits"] is False
+    lacks = "; ".join(_lack(lack, "" if surely else "up to ") for lack in found["lacking"])
+    return f"here: does not fit: {lacks}" if surely else f"here: may not fit: {lacks}; {time}"
+
+
+def _lack(lack: dict[str, Any], most: str) -> str:
+    """Say what work needs of memory or disk, and what is there."""
+    needed, free = amount(lack["bytes"]), amount(lack["free_bytes"])
+    return f"{lack['work']} needs {most}{needed} of {lack['of']}, {free} are free"
 
 
 def duration(seconds: float) -> str:

@@ -43,7 +43,7 @@ def compare(reports: list[tuple[str, dict[str, Any]]]) -> str:
         ["k", *(str(f["about"].get("k", "-")) for _, f in reports)],
         ["tasks", *(",".join(f["tasks"]) for _, f in reports)],
         ["n", *(f"{f['n']} on {f['documents']}" for _, f in reports)],
-        ["verdict", *(f["verdict"] for _, f in reports)],
+        ["verdict", *(_verdict(f) for _, f in reports)],
     ]
     for name, label in (*RATIOS.items(), ("margin", "margin")):
         rows.append([label, *(spread(f[name], f["intervals"][name]) for _, f in reports)])
@@ -57,23 +57,17 @@ def compare(reports: list[tuple[str, dict[str, Any]]]) -> str:
 ENDS = ("mean", "worst")
 
 
+def _verdict(figures: dict[str, Any]) -> str:
+    """Return the verdict, and whether its text is known not to be held out."""
+    from kvmap.evaluate.report import held_out
+
+    return figures["verdict"] if held_out(figures) else f"{figures['verdict']} (not held out)"
+
+
 def _recipe(about: dict[str, Any]) -> str:
-    """Return the preset that a map was fitted by, whatever its k; "other" where it is none."""
-    from kvmap.fit import RECIPES, describe
-    from kvmap.fit.recipes import with_lookback
+    from kvmap.fit.recipes import preset_of
 
-    asked = (about.get("provenance") or {}).get("recipe")
-    if not isinstance(asked, dict):
-        return "-"
-    late = tuple(asked["options"]["lookback_layers"])
-    presets = {name: describe(with_lookback(one, late)) for name, one in RECIPES.items()}
-    names = [name for name, one in presets.items() if _but_k(one) == _but_k(asked)]
-    return names[0] if names else "other"
-
-
-def _but_k(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe without what is counted or assigned for a pair."""
-    return {**recipe, "k": None, "options": {**recipe["options"], "assignment": []}}
+    return preset_of(about.get("provenance") or {}) or "-"
 
 
 def _of(figures: dict[str, Any], arm: str, measure: str) -> str:

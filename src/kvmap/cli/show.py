@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ from kvmap.cli.output import Output, amount, figure, heat, printable_data, table
 
 EXAMPLES = ("kvmap show m-l.map", "kvmap show m-l.layers --json")
 
+DIGEST = re.compile("[0-9a-f]{64}")  # told apart by its beginning; `--json` has all of it
+
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="Any artifact: a map, a report, a calibration, ...")
 ]
@@ -19,14 +22,13 @@ File = Annotated[
 
 def run(file: File, as_json: options.Json = False) -> None:
     """Describe an artifact: kind, provenance, tensors, content."""
-    from kvmap.artifacts import peek
-    from kvmap.header import sound
+    from kvmap.header import peek, sound
 
     kind, out = peek(file), Output(as_json)
     with sound(file, kind):
         found = _calibration(file) if kind == "calibration" else _artifact(file)
         text = "\n\n".join(_parts(printable_data(found), out.stdout_colour))
-    out.document(found, lambda: text)
+        out.document(found, lambda: text)
 
 
 def _artifact(path: Path) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def evidence(found: dict[str, Any]) -> str:
 
 
 def provenance(metadata: dict[str, Any]) -> str:
-    """Lay out a header's fields, one a line; models by name and shape, long lists cut short."""
+    """Lay out a header's fields: models by name and shape, groups of plain values on one line."""
     lines: list[tuple[str, str]] = []
     for key, value in metadata.items():
         _flatten(key, value, lines)
@@ -164,18 +166,35 @@ def provenance(metadata: dict[str, Any]) -> str:
 
 
 def _flatten(key: str, value: Any, lines: list[tuple[str, str]]) -> None:
-    if isinstance(value, dict) and "geometry" in value:
+    if not isinstance(value, dict):
+        lines.append((key, _plain(value)))
+    elif "geometry" in value:
         lines.append((key, _model(value)))
-    elif isinstance(value, dict):
-        for name, part in value.items():
-            _flatten(f"{key}.{name}", part, lines)
-    elif isinstance(value, float):
-        lines.append((key, figure(value, 4)))
-    elif isinstance(value, list):
-        text = ", ".join(map(str, value))
-        lines.append((key, (text or "-") if len(text) <= 88 else f"{text[:80]} ... ({len(value)})"))
     else:
-        lines.append((key, "-" if value is None else str(value)))
+        groups = {name: part for name, part in value.items() if isinstance(part, dict)}
+        alone = [_named(name, part) for name, part in value.items() if name not in groups]
+        if alone:
+            lines.append((key, ", ".join(alone)))
+        for name, part in groups.items():
+            _flatten(f"{key}.{name}", part, lines)
+
+
+def _named(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return f"{name} {_plain(value)}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        apart = "; " if any(isinstance(part, list) for part in value) else " "
+        text = apart.join(map(_plain, value)) or "-"
+        return text if len(text) <= 72 else f"{text[:64]}... ({len(value)})"
+    if isinstance(value, str) and DIGEST.fullmatch(value):
+        return value[:12]
+    return "-" if value is None else str(value)
 
 
 def _model(signature: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ def run(
     from kvmap.collect_pair import Loading
     from kvmap.mapping import CacheMap
     from kvmap.models import load_lowest
-    from kvmap.text import read_file
+    from kvmap.text import read_file, unknown_remark
 
     out = Output(as_json, quiet)
     inputs.at_least("--generate", generate, 1)
@@ -101,6 +101,8 @@ def run(
     target = target or loading.open(target_model or loaded.target.name)
     reader = target if lowest is None else source
     token_ids, source_cache = _context(reader, loaded, prompt, messages, cache)
+    if cache is None and (remark := unknown_remark(token_ids, reader.tokenizer)):
+        out.note(remark)
     wanted = token_ids.shape[1] + (generate or 0)
     for model in filter(None, (source, target)):
         model.require_positions(wanted, "context with continuation", "give less of either")
@@ -209,8 +211,9 @@ def _save(path: Path, cache, target, native_head: int | None) -> str:
 
 def _summary(made: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in made["seconds"].items())
-    if not made["tokens"]:
-        return "nothing to map: the context is no longer than head and tail, which the target runs"
+    if not made["tokens"] or made["outcome"] == "fallback_reprefill":
+        why = "nothing to map: the context is no longer than head and tail, which the target runs"
+        return f"{why}; {parts}" if parts else why
     return f"{made['outcome']}: {made['tokens']} tokens, {amount(made['bytes'])}; {parts}"
 
 

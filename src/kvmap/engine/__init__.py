@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvmap.cache import KVCache
 from kvmap.engine.chunk import Chunk, FirstLayer
+from kvmap.engine.paged import PagedCache
 from kvmap.engine.precision import compute_dtype, prepare
 from kvmap.engine.room import allocate, empty_cache
 from kvmap.engine.trail import Trail
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXTRA_BYTES",
     "FirstLayer",
+    "PagedCache",
     "allocate",
     "apply",
     "compute_dtype",
@@ -45,7 +47,7 @@ def apply(
     cmap: CacheMap,
     cache: KVCache,
     first: FirstLayer | None,
-    out: KVCache,
+    out: KVCache | PagedCache,
     before: KVCache | None = None,
 ) -> None:
     """Write the target's cache for the source's into `out`.
@@ -53,7 +55,8 @@ def apply(
     Args:
         cache: The source's; keys rotated, [B, H_s, T, D_s].
         first: Keys and values of the target's own lowest layers, where the map reads them.
-        out: [B, H_t, T, D_t] per layer; views of a larger cache will do.
+        out: [B, H_t, T, D_t] per layer; views of a larger cache will do. Or blocks, in which the
+            fused kernel stores at once, and the plain engine a chunk at a time, mapped beside them.
         before: The source's cache of the tokens before these, where there are any.
     """
     make, work = Chunk, None
@@ -68,8 +71,14 @@ def apply(
         part = None if first is None else tuple(tensor[:, :, start:stop] for tensor in first)
         options = cmap.options
         trail = Trail.of(cache, start, stop, options, before) if options.lookback else None
-        chunk = make(cmap, cache.slice(start, stop), part, work, trail)
-        chunk.write(out.slice(start, stop))
+        read, place = cache.slice(start, stop), out.slice(start, stop)
+        chunk = make(cmap, read, part, work, trail)
+        if isinstance(place, KVCache) or make is not Chunk:
+            chunk.write(place)
+            continue
+        made = allocate(cmap.target.geometry, read, place.keys[0].dtype)
+        chunk.write(made)
+        place.store(made)
 
 
 def kernel_wanted(on_cuda: bool) -> bool:

@@ -18,6 +18,7 @@ from kvmap.cache import KVCache
 from kvmap.columns import BACK, KINDS, Block, head_sizes
 from kvmap.engine.chunk import FirstLayer
 from kvmap.engine.kernel import map_tile
+from kvmap.engine.paged import PagedCache
 from kvmap.engine.precision import compute_dtype, weight_dtype
 from kvmap.engine.trail import Trail
 from kvmap.geometry import RopeTable
@@ -54,7 +55,9 @@ class Tile:
         return cls(rows, planes=64 // max(itemsize, 2), warps=rows // 16)
 
 
-def usable(cmap: CacheMap, cache: KVCache, first: FirstLayer | None, out: KVCache) -> bool:
+def usable(
+    cmap: CacheMap, cache: KVCache, first: FirstLayer | None, out: KVCache | PagedCache
+) -> bool:
     """Return whether the kernel computes all of a map, from caches of one dtype on one device."""
     sides = (cmap.source.geometry, cmap.target.geometry)
     plain = all(layer.of(kind).plain for layer in cmap.layers if layer for kind in KINDS)
@@ -184,6 +187,7 @@ class FusedChunk:
         trail: Trail | None,
     ) -> None:
         self.cmap, self.first, self.work = cmap, first, work
+        self.shape = tuple(cache.positions.shape)
         source, target = cmap.source.geometry, cmap.target.geometry
         own, table = Angles(cache.positions), _AngleTable()
         self.inputs, angles = [], []
@@ -211,25 +215,35 @@ class FusedChunk:
         self.tensors = torch.tensor(lines, dtype=torch.int64).to(device)
         self.aligned = all(_aligned(tensor) for tensor in self.inputs)
 
-    def write(self, out: KVCache) -> None:
+    def write(self, out: KVCache | PagedCache) -> None:
         """Write all target layers of the chunk."""
-        mapped = 0
+        mapped, slots = 0, None
+        if isinstance(out, PagedCache):
+            slots = out.slots.to(out.keys[0].device).contiguous()
         for index, layer in enumerate(self.cmap.layers):
             pair = (out.keys[index], out.values[index])
             if layer is None:
-                exact_pair = self.first[2 * index : 2 * index + 2]
-                for tensor, exact in zip(pair, exact_pair, strict=True):
-                    tensor.copy_(exact)
+                self._write_exact(index, out)
                 continue
             turns = (self.turns[index], -1)
             for at, kind in enumerate(KINDS):
-                self._launch((mapped, at), layer.of(kind), turns[at], pair[at])
+                self._launch((mapped, at), layer.of(kind), turns[at], pair[at], slots)
             mapped += 1
 
-    def _launch(self, place: tuple[int, int], affine: Affine, turn: int, out: Tensor) -> None:
-        """Write one target layer's keys or values [B, H_t, T, D_t]."""
+    def _write_exact(self, index: int, out: KVCache | PagedCache) -> None:
+        keys, values = self.first[2 * index : 2 * index + 2]
+        if isinstance(out, PagedCache):
+            out.store_layer(index, keys, values)
+            return
+        out.keys[index].copy_(keys)
+        out.values[index].copy_(values)
+
+    def _launch(
+        self, place: tuple[int, int], affine: Affine, turn: int, out: Tensor, slots: Tensor | None
+    ) -> None:
+        """Write one target layer's keys or values [B, H_t, T, D_t], or in blocks."""
         steps, tile = self.work.steps[place], self.work.tile
-        batch, heads, tokens, size = out.shape
+        (batch, tokens), (_, heads, block, size) = self.shape, out.shape
         weight, bias = (
             tensor.to(out.device, self.work.dtype).contiguous()
             for tensor in (affine.weight, affine.bias)
@@ -246,6 +260,8 @@ class FusedChunk:
             self.sin,
             turn,
             out,
+            self.tensors if slots is None else slots,
+            block,
             tokens,
             self.work.counts[place[0]],
             steps.shape[1],
@@ -259,6 +275,7 @@ class FusedChunk:
             planes=tile.planes,
             half=half,
             aligned=self.aligned,
+            paged=slots is not None,
             # The interpreter multiplies the bits of bf16 numbers as integers.
             widen=not out.is_cuda,
             num_warps=tile.warps,

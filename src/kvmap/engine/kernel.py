@@ -25,12 +25,14 @@ def map_tile(
     cos,  # of every table of angles [B, T, D / 2], one after the other
     sin,
     turn,  # where the output's own angles begin
-    out,  # [B, H_t, T, D_t]
+    out,  # [B, H_t, T, D_t], or in blocks of N tokens [blocks, H_t, N, D_t]
+    slots,  # [B, T] int64, block times N and place in it, below 0 for none; where there are blocks
+    block,  # N
     tokens,
     count,  # steps to take, of
     room,  # R
     inputs,  # p
-    out_batch,
+    out_batch,  # stride; over blocks where there are any
     out_head,
     out_token,
     per_group: tl.constexpr,
@@ -41,6 +43,7 @@ def map_tile(
     planes: tl.constexpr,  # of a step
     half: tl.constexpr,  # D_t / 2 or the power of two above it
     aligned: tl.constexpr,  # every row of every tensor starts at a multiple of 16 bytes
+    paged: tl.constexpr,  # the output is in blocks
     widen: tl.constexpr,  # multiply in float32: the interpreter takes bf16 bits for integers
 ):
     """Compute `rows` tokens of one target head."""
@@ -116,6 +119,11 @@ def map_tile(
         c = tl.load(cos + where, mask=mask, other=0.0)
         s = tl.load(sin + where, mask=mask, other=0.0)
         first, second = first * c - second * s, second * c + first * s
-    place = out + batch * out_batch + head * out_head + t[:, None] * out_token + low[None, :]
+    line = batch * out_batch + t * out_token
+    if paged:
+        slot = tl.load(slots + batch * tokens + t, mask=inside, other=-1)
+        mask = mask & (slot >= 0)[:, None]
+        line = (slot // block) * out_batch + (slot % block) * out_token
+    place = out + line[:, None] + head * out_head + low[None, :]
     tl.store(place, first.to(out.dtype.element_ty), mask=mask)
     tl.store(place + size // 2, second.to(out.dtype.element_ty), mask=mask)

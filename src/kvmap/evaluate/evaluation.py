@@ -235,6 +235,10 @@ def about(cmap: CacheMap, options: EvaluateOptions) -> dict[str, Any]:
 def read_in_calibration(cmap: CacheMap, options: EvaluateOptions) -> dict[str, str]:
     """Return the files an evaluation reads that the map's calibration has read too.
 
+    Files are known again whole, by the digest of their beginning (`text.BEGINNING` bytes). What
+    cannot be noticed: a part of a file, its rows in another order or another format, the same
+    text behind another beginning, and rows of the hub. An empty answer is no proof.
+
     Returns:
         By the file's name, what of it is known to be the same: "content", or, where a map keeps
         no more, "name".

@@ -7,6 +7,7 @@ no longer has it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,13 @@ def evidence_path(map_path: Path) -> Path:
 
 
 def sign(map_path: Path, report: Report, report_path: Path | None = None) -> Path:
-    """Write what a report found beside the map it judges."""
+    """Write what a report found beside the map it judges.
+
+    Raises:
+        UsageError: Its text is not held out.
+    """
+    read = report.figures["about"]["read_in_calibration"]
+    check_held_out(map_path, read)
     data = {
         "kind": "report",
         "evidence_for": map_path.name,
@@ -60,8 +67,25 @@ def sign(map_path: Path, report: Report, report_path: Path | None = None) -> Pat
         **{name: report.figures[name] for name in FIGURES},
         "tasks": sorted(report.figures["tasks"]),
         "cosine": report.figures["cosine"],
+        "read_in_calibration": read,
     }
     return artifacts.write_json(evidence_path(map_path), data)
+
+
+def check_held_out(map_path: Path, read: Mapping[str, str]) -> None:
+    """Refuse to sign what is measured on text that the map's calibration has read.
+
+    Args:
+        read: As `evaluation.read_in_calibration` returns it.
+
+    Raises:
+        UsageError: There is some.
+    """
+    for name, what in read.items():
+        raise UsageError(
+            f"{map_path}: cannot be signed by what is measured on {name}, since its calibration "
+            f"has read a file of the same {what}; evaluate it on other text"
+        )
 
 
 def status(map_path: Path) -> dict[str, Any]:

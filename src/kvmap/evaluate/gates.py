@@ -24,10 +24,10 @@ class Gates:
 
 
 def check(figures: dict[str, Any], gates: Gates) -> list[str]:
-    """Return what is missed, one sentence part each; empty where all is well.
+    """Return what is missed, one sentence part each, with the reason; empty where all is well.
 
-    A map whose content does not matter fails whatever is asked. With too few items, no floor
-    that rests on answers can be said to be reached.
+    A map whose content does not matter fails whatever is asked. Where the items are not enough
+    for a verdict, no floor that rests on answers can be said to be reached.
     """
     missed = []
     if figures["verdict"] == "content-free":
@@ -41,23 +41,29 @@ def check(figures: dict[str, Any], gates: Gates) -> list[str]:
 
 def _miss(figures: dict[str, Any], name: str, limit: float) -> list[str]:
     what = name.removeprefix("min_").removeprefix("max_")
-    low, high = _interval(figures, what) or (None, None)
+    point, ends, documents = _figure(figures, what)
     option = f"--{name.replace('_', '-')} {limit:g}"
-    if low is None:
+    if ends is None:
         return [f"{what} is undefined ({_why(figures, what)}), so {option} cannot be met"]
+    low, high = ends
+    ceiling = name.startswith("max_")
+    if high > limit if ceiling else low < limit:
+        wide = point <= limit if ceiling else point >= limit
+        subject = f"{what} is {point:.3f}, but over {documents} documents it" if wide else what
+        end = f"as high as {high:.3f}, above" if ceiling else f"as low as {low:.3f}, below"
+        return [f"{subject} may be {end} {option}"]
     if what not in ("cosine", "kl") and figures["verdict"] == "not enough items":
-        return [f"{figures['documents']} documents are not enough to say that {option} is met"]
-    if name.startswith("max_"):
-        return [f"{what} may be as high as {high:.3f}, above {option}"] if high > limit else []
-    return [f"{what} may be as low as {low:.3f}, below {option}"] if low < limit else []
+        return [f"{option} cannot be said to be met: {figures['unsure']}"]
+    return []
 
 
-def _interval(figures: dict[str, Any], what: str) -> list[float] | None:
+def _figure(figures: dict[str, Any], what: str) -> tuple[float, list[float] | None, int]:
+    """Return a figure, the ends of its interval, and over how many documents that is."""
     if what == "cosine":
-        return figures["cosine"].get("interval")
-    if what == "kl":
-        return figures["arms"]["mapped"]["intervals"]["kl"]
-    return figures["intervals"][what]
+        found = figures["cosine"]
+        return found["mean"], found.get("interval"), found.get("documents", 0)
+    held = figures["arms"]["mapped"] if what == "kl" else figures
+    return held[what], held["intervals"][what], figures["documents"]
 
 
 def _why(figures: dict[str, Any], what: str) -> str:

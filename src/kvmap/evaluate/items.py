@@ -120,10 +120,8 @@ def check(task: Task, *models: LoadedModel) -> None:
         UsageError: Saying which.
     """
     if not task.probes:
-        raise UsageError(
-            f"task {task.name} has no items; check its split, --limit and --data, or pass a "
-            "smaller --length"
-        )
+        # Tasks say themselves what else they lack.
+        raise UsageError(f"task {task.name} has no items; ask for one at least with --limit")
     for loaded in models:
         loaded.require_positions(task.longest, f"task {task.name}", "pass a smaller --length")
 

@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from kvmap.evaluate.pictures import pictures
-from kvmap.evaluate.report import Report
+from kvmap.evaluate.report import Report, conclusion, extent
+from kvmap.evaluate.statistics import WILSON_NOTE, by_wilson
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -25,11 +26,10 @@ def page(report: Report) -> str:
     """Return the page's HTML."""
     figures, about = report.figures, report.figures["about"]
     title = f"{about['source']} → {about['target']}"
-    count = f"{figures['n']} questions on {figures['documents']} documents; intervals 95 %"
     body = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="verdict">{escape(figures["verdict"])}</p>',
-        *(f"<p>{escape(line)}</p>" for line in filter(None, (figures["unsure"], count))),
+        f'<p class="verdict">{escape(conclusion(figures))}</p>',
+        f"<p>{escape(extent(figures))}</p>",
         _arms(figures),
         _ratios(figures),
         *pictures(report),
@@ -42,11 +42,13 @@ def page(report: Report) -> str:
 
 def _arms(figures: dict[str, Any]) -> str:
     names = ("accuracy", "nll", "kl", "kl_p95", "top1")
-    rows = [
-        [arm, *(_figure(found.get(name), found["intervals"].get(name)) for name in names)]
-        for arm, found in figures["arms"].items()
-    ]
-    return _table(("arm", *names), rows)
+    rows, note = [], ""
+    for arm, found in figures["arms"].items():
+        row = [_figure(found.get(name), found["intervals"].get(name)) for name in names]
+        if by_wilson(found["accuracy"]):
+            row[0], note = f"{row[0]}*", f"<p>* {escape(WILSON_NOTE)}</p>"
+        rows.append([arm, *row])
+    return _table(("arm", *names), rows) + note
 
 
 def _ratios(figures: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from kvmap.evaluate import runner
 from kvmap.evaluate.arms import Pair
 from kvmap.evaluate.diagnostics import diagnose
 from kvmap.evaluate.items import Task
+from kvmap.evaluate.report import held_out
 
 MINIMUM_MAPS = 4
 DOCUMENTS = 4
@@ -77,9 +78,10 @@ def _line(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def remember(path: Path, figures: dict[str, Any]) -> None:
-    """Add an evaluation to the maps seen, where it says a retention and a cosine."""
+    """Add an evaluation to the maps seen, where it says a retention and a cosine of new text."""
     retention, cosine = figures["retention"], figures["cosine"]["mean"]
-    if retention is None or cosine is None or figures["verdict"] == "not enough items":
+    unsure = figures["verdict"] == "not enough items" or not held_out(figures)
+    if retention is None or cosine is None or unsure:
         return
     entry = Seen(figures["about"]["map_sha256"], cosine, retention)
     with path.open("a") as file:

@@ -63,6 +63,27 @@ class Report:
             return cls(dict(metadata["figures"]), artifact.tensors(), dict(metadata["labels"]))
 
 
+def extent(figures: dict[str, Any]) -> str:
+    """Say on how much a report rests, and what its intervals are."""
+    few = statistics.too_few(figures["documents"])
+    count = f"{figures['n']} questions on {figures['documents']} documents"
+    return f"{count}; {few or 'intervals 95 %, over documents'}"
+
+
+def conclusion(figures: dict[str, Any]) -> str:
+    """Return the verdict with what it lacks, and with whether its text is held out."""
+    lacking = f": {figures['unsure']}" if figures["unsure"] else ""
+    if held_out(figures):
+        return f"{figures['verdict']}{lacking}"
+    mark = ";" if lacking else ","
+    return f"{figures['verdict']}{lacking}{mark} on text the calibration has read: not held out"
+
+
+def held_out(figures: dict[str, Any]) -> bool:
+    """Say whether no text is known to have been read by the map's calibration too."""
+    return not figures["about"].get("read_in_calibration")
+
+
 def report_files(path: Path) -> tuple[Path, Path]:
     """Return where a report lies and where its figures do; `path` names either."""
     whole = path.with_suffix(".safetensors") if path.suffix == ".json" else path

@@ -18,7 +18,10 @@ from torch import Tensor
 RESAMPLES = 2000
 LEVEL = 0.95
 MINIMUM_UNITS = 10
+SMALLEST_P = 2 / (RESAMPLES + 1)  # of `bootstrap_p_value`
 RESOLUTION = 0.1  # half-width, in accuracy or nats, beyond which "no difference" is not a finding
+
+WILSON_NOTE = "Wilson's score interval, where all or no answers are right; others are bootstrapped"
 
 VERDICTS = (
     "recovers",
@@ -87,14 +90,20 @@ def interval(samples: Tensor, level: float = LEVEL) -> Interval:
 
 
 def proportion_interval(samples: Tensor, units: int) -> Interval:
-    """Return `interval`, or Wilson's over the units where every resample is alike.
-
-    A bootstrap of twenty right answers out of twenty says 100 % for sure; Wilson does not.
-    """
+    """Return `interval`, or Wilson's over the units; see `by_wilson`."""
     found = interval(samples)
-    if found.point in (0.0, 1.0):
+    if by_wilson(found.point):
         return Interval(found.point, *wilson(round(found.point * units), units))
     return found
+
+
+def by_wilson(share: float | None) -> bool:
+    """Say whether a proportion's interval is Wilson's: all answers are right, or all wrong.
+
+    Every resample is alike then: a bootstrap of twenty right answers out of twenty says 100 %
+    for sure; Wilson's score does not.
+    """
+    return share in (0.0, 1.0)
 
 
 def wilson(successes: int, trials: int, level: float = LEVEL) -> tuple[float, float]:
@@ -107,7 +116,11 @@ def wilson(successes: int, trials: int, level: float = LEVEL) -> tuple[float, fl
 
 
 def bootstrap_p_value(difference: Tensor) -> float:
-    """Return the two-sided p of "no difference" from samples [1 + R] of a paired difference."""
+    """Return the two-sided p of "no difference" from samples [1 + R] of a paired difference.
+
+    It is never below 2 / (R + 1), `SMALLEST_P` of as many resamples as are usual: where it is
+    that, p is not known but for being no larger.
+    """
     resamples = difference[1:]
     tail = min((resamples <= 0).sum().item(), (resamples >= 0).sum().item())
     return min(1.0, 2 * (tail + 1) / (len(resamples) + 1))
@@ -149,6 +162,29 @@ def gap_recovered(mapped: Tensor, source: Tensor, native: Tensor) -> Interval:
     Undefined where the source is as good as native within the interval: there is no gap.
     """
     return ratio(mapped - source, native - source)
+
+
+def too_few(units: int) -> str | None:
+    """Say that intervals and p over so few documents mean little; None where there are enough."""
+    if units >= MINIMUM_UNITS:
+        return None
+    return f"too few documents for intervals ({units}, at least {MINIMUM_UNITS})"
+
+
+def why_undefined(divisor: Interval, what: str, absent: str) -> str:
+    """Say why a `ratio` is undefined.
+
+    Args:
+        divisor: What it divides by.
+        what: Its name.
+        absent: What is to be said where it is not above 0 within the interval.
+    """
+    if divisor.point is None or divisor.lower > 0:
+        return "an arm has no score"
+    if divisor.upper <= 0 or divisor.half_width <= RESOLUTION:
+        return absent
+    found = f"{divisor.point:.3f} [{divisor.lower:.3f}, {divisor.upper:.3f}]"
+    return f"{what} is {found}, not above 0 for sure"
 
 
 def verdict(over_source: Interval, margin: Interval, telling: Interval, units: int) -> str:

@@ -100,14 +100,14 @@ def _figures(samples: Samples, chance: float | None, documents: int, score: str)
         "margin_control": control,
         "intervals": {name: ends(found) for name, found in intervals.items()},
         "tests": {
-            f"mapped_{other}": _test(value["mapped"] - value[other])
+            f"mapped_{other}": _test(value["mapped"] - value[other], documents)
             for other in ("source", "native", "wrong_document")
         },
         "documents": documents,
         "score": score,
         "verdict": statistics.verdict(over_source, wrong, telling, documents),
         "unsure": statistics.unsure(over_source, wrong, telling, documents),
-        "undefined": _undefined(intervals),
+        "undefined": _undefined(samples, value, chance, score, intervals) | _untested(documents),
     }
 
 
@@ -148,20 +148,48 @@ def _arm(samples: Samples, arm: str, documents: int) -> dict[str, Any]:
     }
 
 
-def _test(difference: Tensor) -> dict[str, Any]:
+def _test(difference: Tensor, documents: int) -> dict[str, Any]:
     found = statistics.interval(difference)
-    p = None if found.point is None else statistics.bootstrap_p_value(difference)
+    known = found.point is not None and not statistics.too_few(documents)
+    p = statistics.bootstrap_p_value(difference) if known else None
     return {"difference": found.point, "interval": ends(found), "p_bootstrap": p}
 
 
-def _undefined(intervals: dict[str, Interval]) -> dict[str, str]:
+def _untested(documents: int) -> dict[str, str]:
+    """Say why no p is given, where none is."""
+    few = statistics.too_few(documents)
+    return {"p_bootstrap": few} if few else {}
+
+
+def _undefined(
+    samples: Samples,
+    value: dict[str, Tensor],
+    chance: float | None,
+    score: str,
+    intervals: dict[str, Interval],
+) -> dict[str, str]:
+    """Say of each ratio that is undefined why it is; see `_ratios`."""
+    nats = samples["nll", "source"] - samples["nll", "native"]
     no_gap = "the source is as good as native or better, within the interval: there is no gap"
-    reasons = {
-        "gap_recovered": no_gap,
-        "gap_recovered_nll": no_gap,
-        "retention": "native scores nothing to retain, or nothing can be right or wrong here",
-        "floor_normalised_retention": "native is no better than chance, or chance is not known",
+    divided = {
+        "gap_recovered": (value["native"] - value["source"], "native - source", no_gap),
+        "gap_recovered_nll": (nats, "source - native in nats", no_gap),
+        "retention": (value["native"], "native", "native scores nothing to retain"),
+        "floor_normalised_retention": (
+            value["native"] - (chance or 0.0),
+            "native - chance",
+            "native is no better than chance",
+        ),
     }
+    reasons = {
+        name: statistics.why_undefined(statistics.interval(divisor), what, absent)
+        for name, (divisor, what, absent) in divided.items()
+    }
+    if chance is None:
+        reasons["floor_normalised_retention"] = "chance is not known"
+    if score != "accuracy":
+        none_right = "nothing can be right or wrong here"
+        reasons |= dict.fromkeys(("retention", "floor_normalised_retention"), none_right)
     return {name: why for name, why in reasons.items() if intervals[name].point is None}
 
 
@@ -170,11 +198,14 @@ def _add_exact(figures: dict[str, Any], scores: Scores) -> None:
     figures["n"] = len(scores.labels)
     figures["tokens"] = len(scores.nll)
     mapped = scores.column("accuracy", "mapped")
+    few = statistics.too_few(figures["documents"])
     binary = bool(((mapped == 0) | (mapped == 1)).all()) and len(mapped) > 0
     for other in ("source", "native", "wrong_document"):
         theirs = scores.column("accuracy", other)
-        exact = statistics.mcnemar(mapped, theirs) if binary else None
+        exact = statistics.mcnemar(mapped, theirs) if binary and not few else None
         figures["tests"][f"mapped_{other}"]["p_mcnemar"] = exact
+    if binary and few:
+        figures["undefined"]["p_mcnemar"] = few
     for arm, found in figures["arms"].items():
         kl = scores.column("kl", arm)
         known = len(kl) > 0 and not math.isnan(kl[0].item())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from statistics import median
 from typing import Any
 
@@ -26,8 +26,9 @@ from kvmap.fit.continuation import Lesson, lesson, loss
 from kvmap.fit.job import Job
 from kvmap.fit.low_rank import reduce_rank
 from kvmap.fit.recipes import Recipe, with_assignment
+from kvmap.geometry import Geometry
 from kvmap.handoff import LapClock, map_middle
-from kvmap.layers import choose_top, score_layers
+from kvmap.layers import LayerScores, choose_top, score_layers
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel, prefill
 
@@ -88,40 +89,60 @@ class Point:
         }
 
 
-def frontier(job: Job) -> list[Point]:
+# Told of a candidate's points, how many candidates are done and how many there are.
+Told = Callable[[list[Point], int, int], None]
+
+
+def frontier(job: Job, told: Told = lambda points, done, total: None) -> list[Point]:
     """Return all candidates, cheapest first, those on the frontier marked."""
     models = (job.open(0), job.open(1))
     unseen = job.calibration.token_ids("held_out")[:SEQUENCES]
     length = unseen.shape[1]
-    reach = min(CONTINUATION, length // 4)
-    tails = sorted({1, job.recipe.options.tail_length(length)})
     lessons = {
-        tail: lesson(models, unseen, reach, job.recipe.options.native_head, tail) for tail in tails
+        tail: lesson(models, unseen, reach(length), job.recipe.options.native_head, tail)
+        for tail in tails(job.recipe, length)
     }
     timed = partial(_seconds, models[1].device)
     waits = {tail: timed(lambda at=at: _run_tail(at, models[1])) for tail, at in lessons.items()}
     work = 2 * sum(tensor.numel() for tensor in models[1].model.parameters())
-    scores = score_layers(
-        job.splits.train, job.splits.held_out, job.splits.source, job.splits.target
-    )
-    candidates, points = list(_candidates(job)), []
-    for done, recipe in enumerate(candidates):
-        layers = choose_top(scores, recipe.k)
-        fitted, _ = fit_closed_form(job.splits, layers, recipe.options, recipe.ridge)
-        signatures = (job.calibration.source, job.calibration.target)
-        cmap = CacheMap(*signatures, fitted, recipe.options)
-        if recipe.rank:
-            cmap = reduce_rank(cmap, job.splits, recipe.rank)
+    splits = job.splits
+    scores = score_layers(splits.train, splits.held_out, splits.source, splits.target)
+    kept = splits.train.lookback_layers
+    asked, points = list(candidates(job.recipe, (splits.source, splits.target), kept)), []
+    for done, (recipe, cmap) in enumerate(_maps(job, asked, scores)):
         cmap = prepare(cmap, models[1].device)
+        found = []
         for tail, given in lessons.items():
             spent = waits[tail] + timed(lambda m=cmap, at=given: _run_map(m, at, models[1]))
             share = 2 * cmap.parameters / work + tail / length
-            options = replace(recipe.options, native_tail=tail)
-            asked = replace(recipe, options=options)
+            made = replace(recipe, options=replace(recipe.options, native_tail=tail))
             divergence = float(_divergence(cmap, models[1], given))
-            points.append(Point(asked, cmap.parameters, share, 1e3 * spent, divergence))
-        job.progress("frontier", done + 1, len(candidates))
+            found.append(Point(made, cmap.parameters, share, 1e3 * spent, divergence))
+        points += found
+        job.progress("frontier", done + 1, len(asked))
+        told(found, done + 1, len(asked))
     return marked(points)
+
+
+def reach(length: int) -> int:
+    """Return how many last tokens of a sequence are predicted."""
+    return min(CONTINUATION, length // 4)
+
+
+def tails(recipe: Recipe, length: int) -> list[int]:
+    """Return the native tails that every map is measured with."""
+    return sorted({1, recipe.options.tail_length(length)})
+
+
+def _maps(job: Job, asked: list[Recipe], scores: LayerScores) -> Iterator[tuple[Recipe, CacheMap]]:
+    """Yield each candidate's map; neighbours that differ in rank alone share a fit."""
+    signatures = (job.calibration.source, job.calibration.target)
+    for whole, ranked in groupby(asked, lambda recipe: replace(recipe, rank=None)):
+        layers = choose_top(scores, whole.k)
+        fitted, _ = fit_closed_form(job.splits, layers, whole.options, whole.ridge)
+        cmap = CacheMap(*signatures, fitted, whole.options)
+        for recipe in ranked:
+            yield recipe, reduce_rank(cmap, job.splits, recipe.rank) if recipe.rank else cmap
 
 
 @torch.no_grad()
@@ -151,20 +172,24 @@ def _seconds(device: torch.device, run: Callable[[], None]) -> float:
     return median(spent[1:])
 
 
-def _candidates(job: Job) -> Iterator[Recipe]:
-    """Vary inputs, heads, k and rank; exact parts and the way of fitting stay the recipe's."""
-    shapes = (job.splits.source, job.splits.target)
+def candidates(
+    recipe: Recipe, shapes: tuple[Geometry, Geometry], kept: tuple[int, ...]
+) -> Iterator[Recipe]:
+    """Vary inputs, heads, k and rank; exact parts and the way of fitting stay the recipe's.
+
+    Args:
+        kept: Layers of the tokens before that the calibration keeps.
+    """
     counts = sorted({min(k, shapes[0].layers) for k in COUNTS})
-    kept = job.splits.train.lookback_layers
     inputs = INPUTS if len(kept) > 1 else INPUTS[:-1]
     for heads in ("all", "matched"):
         for joint, anchor, lookback, count in inputs:
             reads = {"joint": joint, "anchor": anchor, "lookback": lookback}
             reads["lookback_layers"] = kept[:count]
-            options = replace(job.recipe.options, heads=heads, assignment=(), **reads)
+            options = replace(recipe.options, heads=heads, assignment=(), **reads)
             complete = with_assignment(options, *shapes)
             for k, rank in product(counts, RANKS if heads == "all" else (None,)):
-                yield replace(job.recipe, k=k, rank=rank, options=complete)
+                yield replace(recipe, k=k, rank=rank, options=complete)
 
 
 def marked(points: list[Point]) -> list[Point]:

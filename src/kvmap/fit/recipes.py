@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -114,6 +115,19 @@ def require_mapped(options: MapOptions, target: Geometry) -> None:
         )
 
 
+def require_layers(k: int, source: Geometry, name: str) -> None:
+    """Check that a source has as many layers as each target layer is to read.
+
+    Raises:
+        UsageError: It has fewer.
+    """
+    if k > source.layers:
+        raise UsageError(
+            f"found -k {k}, {name} has {source.layers} layers; give at most {source.layers}, "
+            "or auto"
+        )
+
+
 def with_lookback(made: Recipe, kept: tuple[int, ...]) -> Recipe:
     """Fill in which layers of the tokens before are read: those that are kept."""
     if made.options.lookback_layers:
@@ -127,3 +141,23 @@ def describe(made: Recipe) -> dict[str, Any]:
     for name in ("assignment", "lookback_layers"):
         data["options"][name] = list(data["options"][name])
     return data
+
+
+def preset_of(provenance: Mapping[str, Any]) -> str | None:
+    """Return the preset that a map says it was fitted by, whatever its k.
+
+    Returns:
+        "other" where it is none of them; None where the map does not say.
+    """
+    asked = provenance.get("recipe")
+    if not isinstance(asked, dict):
+        return None
+    late = tuple(asked["options"]["lookback_layers"])
+    presets = {name: describe(with_lookback(one, late)) for name, one in RECIPES.items()}
+    names = [name for name, one in presets.items() if _but_k(one) == _but_k(asked)]
+    return names[0] if names else "other"
+
+
+def _but_k(described: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe without what is counted or assigned for a pair."""
+    return {**described, "k": None, "options": {**described["options"], "assignment": []}}

@@ -3,7 +3,6 @@
 from kvmap.models.load import load
 from kvmap.models.loaded import LoadedModel
 from kvmap.models.lowest import load_lowest, save_lowest
-from kvmap.models.names import Checkpoint, resolve
 from kvmap.models.run import (
     continue_logits,
     first_layer,
@@ -13,6 +12,7 @@ from kvmap.models.run import (
     prefill,
     to_dynamic_cache,
 )
+from kvmap.names import Checkpoint, resolve
 
 __all__ = [
     "Checkpoint",

@@ -12,7 +12,7 @@ from torch import nn
 
 from kvmap.errors import UsageError
 from kvmap.geometry import Geometry
-from kvmap.models.names import KNOWN, Checkpoint
+from kvmap.names import KNOWN, Checkpoint
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kvmap.geometry import json_digest
-from kvmap.models.names import Checkpoint
+from kvmap.names import Checkpoint
 
 _VOLATILE = (
     "transformers_version",

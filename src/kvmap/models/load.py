@@ -18,8 +18,8 @@ from kvmap.models.digests import (
     weights_digest,
 )
 from kvmap.models.loaded import LoadedModel
-from kvmap.models.names import Checkpoint, resolve
 from kvmap.models.probe import probe_rope, refuse_unsupported
+from kvmap.names import Checkpoint, resolve
 
 
 def load(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from kvmap.errors import UsageError
 from kvmap.evaluate.harness.engine import Engine, Likelihood
 from kvmap.evaluate.scores import Record, Scores, join
 
@@ -33,6 +34,8 @@ def judge(
     found = {arm: samples_of(model, tasks, limit, few_shot) for arm, model in models.items()}
     native = found["native"]
     keys = list(native)[: limit or None]
+    if not keys:
+        raise UsageError(f"task {name} has no items: the harness found 0 rows, expected at least 1")
     several = len({task for task, _ in keys}) > 1
     records = []
     for unit, key in enumerate(keys):

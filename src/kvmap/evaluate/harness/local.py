@@ -71,13 +71,18 @@ def specifications(name: str, data: Path | None) -> list[str | dict[str, Any]]:
             f"task {name}: {folder} holds no {', '.join(SPLITS)} of {', '.join(BUILDERS)}"
         )
     values = {split: _check(name, paths, found) for split, paths in files.items()}
+    asked = values[_asked_split(files)]
+    if not asked:
+        raise UsageError(
+            f"task {name} has no items: {folder} holds 0 rows of split {_asked_split(files)}, "
+            "expected at least 1; pass other rows with --data"
+        )
     # Only in a group does the harness lay changes over a task of its own.
     if found.by is None:
         return [{"group": f"local_{name}", "task": [_configuration(name, files)]}]
-    asked = values.get("test") or next(iter(values.values()))
     tasks = [
         _configuration(f"{name}_{value}", files) | {"process_docs": _only(found.by, value)}
-        for value in sorted(asked)
+        for value in sorted(set(asked))
     ]
     return [{"group": f"local_{name}", "task": tasks}]
 
@@ -100,9 +105,9 @@ def _files(where: Path) -> Files:
     return {}
 
 
-def _check(name: str, paths: list[Path], found: Local) -> set[str]:
-    """Check every row's columns; return the values that split a group."""
-    values = set()
+def _check(name: str, paths: list[Path], found: Local) -> list[str]:
+    """Check every row's columns; return of each the value that splits a group, or nothing."""
+    values = []
     for path in paths:
         for place, row in rows.rows(str(path), "test"):
             missing = [column for column in found.columns if column not in row]
@@ -111,8 +116,7 @@ def _check(name: str, paths: list[Path], found: Local) -> set[str]:
                     f"task {name}: {place} lacks the column {missing[0]!r}, expected "
                     f"{', '.join(found.columns)}"
                 )
-            if found.by:
-                values.add(str(row[found.by]))
+            values.append(str(row[found.by]) if found.by else "")
     return values
 
 
@@ -123,7 +127,6 @@ def _configuration(name: str, files: Files) -> dict[str, Any]:
     any. The harness itself leaves the row asked out of its examples.
     """
     kind = BUILDERS[next(iter(files.values()))[0].suffix]
-    asked = next(split for split in ("test", "validation", "dev", "train") if split in files)
     examples = next(split for split in ("dev", "train", "validation", "test") if split in files)
     return {
         "task": name,
@@ -134,9 +137,13 @@ def _configuration(name: str, files: Files) -> dict[str, Any]:
         },
         "training_split": None,
         "validation_split": None,
-        "test_split": asked,
+        "test_split": _asked_split(files),
         "fewshot_split": examples,
     }
+
+
+def _asked_split(files: Files) -> str:
+    return next(split for split in ("test", "validation", "dev", "train") if split in files)
 
 
 def _only(column: str, value: str) -> Callable[[Any], Any]:

@@ -8,7 +8,7 @@ native and mapped at the same turn is the drift.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -61,17 +61,19 @@ def coqa(options: TaskOptions) -> Task:
     """Return CoQA's conversations, all the human answers as references.
 
     Raises:
-        UsageError: The rows are not there or have other columns.
+        UsageError: The rows are not there, have other columns, or no conversation is long enough.
     """
-    rows = islice(read("coqa", COQA, options.data), _talks(options, options.limit))
-    return _task("coqa", [_coqa_talk(row) for row in rows], options, max_new_tokens=24)
+    limit = _talks(options, options.limit)
+    talks = map(_coqa_talk, read("coqa", COQA, options.data))
+    return _task("coqa", talks, options, max_new_tokens=24, limit=limit)
 
 
 def chat(options: TaskOptions) -> Task:
     """Return a file's own conversations: JSON lines with `messages` of role and content.
 
     Raises:
-        UsageError: There is no such file, or a conversation is not laid out so.
+        UsageError: There is no such file, a conversation is not laid out so, or none is long
+            enough.
     """
     if options.data is None or not Path(options.data).is_file():
         raise UsageError("task chat reads a file of conversations; pass it with `--messages FILE`")
@@ -98,12 +100,31 @@ def _talks(options: TaskOptions, limit: int | None) -> int | None:
 
 def _task(
     name: str,
-    talks: Sequence[tuple[str, Sequence[Turn]]],
+    talks: Iterable[tuple[str, Sequence[Turn]]],
     options: TaskOptions,
     max_new_tokens: int,
+    limit: int | None = None,
 ) -> Task:
-    items = [_item(story, turns, options) for story, turns in talks if len(turns) >= options.turn]
-    return Task(name, tuple(items), 0.0, max_new_tokens, options.history)
+    """Return the conversations that have turns left at the hand-over, as many as the limit."""
+    lengths: list[int] = []
+
+    def long_enough() -> Iterator[Item]:
+        for story, turns in talks:
+            lengths.append(len(turns))
+            if len(turns) >= options.turn:
+                yield _item(story, turns, options)
+
+    items = tuple(islice(long_enough(), limit))
+    if not items and options.limit != 0:
+        most = max(lengths, default=0)
+        others = "--messages" if name == "chat" else "--data"
+        smaller = " or a smaller --turn" if options.turn > 1 else ""
+        raise UsageError(
+            f"task {name} has no items: the longest of {len(lengths)} conversations read has "
+            f"{most} answered turns, expected at least {options.turn}; pass other ones with "
+            f"{others}{smaller}"
+        )
+    return Task(name, items, 0.0, max_new_tokens, options.history)
 
 
 def _item(story: str, turns: Sequence[Turn], options: TaskOptions) -> Item:

@@ -14,6 +14,8 @@ from typing import Any
 from kvmap import demo
 from kvmap.errors import UsageError
 
+CONFIG = "config.json"
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -163,6 +165,14 @@ def resolve(name: str) -> Checkpoint:
     if base.count("/") == 1 and not base.startswith((".", "/", "~")):
         return Checkpoint(name, base, revision or None)
     raise UsageError(_unknown(name))
+
+
+def is_checkpoint(name: str) -> bool:
+    """Say whether a text is a known name or hub id, or a folder with a config."""
+    base = name.partition("@")[0].lower()
+    ids = {hub_id.lower() for hub_id, _ in KNOWN.values()}
+    known = name in demo.MODELS or base in KNOWN or base in ids
+    return known or os.path.isfile(os.path.join(name, CONFIG))  # which takes a name of any length
 
 
 def _unknown(name: str) -> str:
