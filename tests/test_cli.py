@@ -519,12 +519,16 @@ def test_a_bench_is_not_planned_that_could_not_run(how, kvmap_run):
     assert kvmap_run("bench", "-n", *how)[:2] == (2, "")
 
 
-def test_a_pair_that_cannot_be_is_refused_after_saying_why(kvmap_run, checkpoint, planted_paths):
+@pytest.mark.parametrize("command", [("plan",), ("fit", "-n"), ("collect", "-n")])
+def test_a_pair_that_cannot_be_is_refused_after_saying_why(
+    kvmap_run, checkpoint, planted_paths, command
+):
     source, _ = planted_paths("twin_llama")
-    code, text_, error = kvmap_run("plan", source, checkpoint("other_tokenizer"))
+    text = () if command == ("plan",) else ("--dataset", "demo")
+    code, text_, error = kvmap_run(*command, source, checkpoint("other_tokenizer"), *text)
     assert code == 2
-    assert "cannot be paired" in text_
-    assert "the tokenizers differ" in error
+    assert ("cannot be paired" in text_) == (command[0] != "collect")
+    assert "cannot be paired: the tokenizers differ" in error
 
 
 CODE = """from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -30,7 +30,7 @@ ORDER = (
     ("fit_stages", "collect_pair"),
     ("fit_pair",),
     ("plan_fit",),
-    ("survey", "bench"),
+    ("plan_frontier", "survey", "bench"),
     ("cli",),
     ("__main__",),
 )

@@ -17,7 +17,6 @@ from kvmap.chosen import near_layers
 from kvmap.collect_options import CollectOptions, check_options
 from kvmap.collect_pair import Loading, TextOptions, check_layers, with_scope
 from kvmap.errors import UsageError
-from kvmap.fit import frontier
 from kvmap.fit.recipes import RECIPES, require_mapped
 from kvmap.fit_pair import FitRequest, counts_to_try, of_layers, refuse_greedy
 from kvmap.fit_stages import FitSize, ModelSize, most_bytes, stages
@@ -27,7 +26,6 @@ from kvmap.layers import load_layers
 from kvmap.models.configs import load_config, parameter_count, tape_width
 from kvmap.models.devices import pick_device, pick_dtype
 from kvmap.pipeline import cache_folder
-from kvmap.plan import forward_flops
 
 Shapes = tuple[Geometry, Geometry]
 Sizes = tuple[ModelSize, ModelSize]
@@ -223,64 +221,12 @@ def calibration_plan(
     calibration: Calibration, request: FitRequest, loading: Loading
 ) -> dict[str, Any]:
     """Return the size of each recipe's map of a calibration, and what the stages of a fit take."""
-    size, rate = _size_of(calibration, request, loading), plan.matmul_rate()
+    size, rate = size_of(calibration, request, loading), plan.matmul_rate()
     maps = map_sizes(size, 4, collected=True, rate=rate)
     return {"maps": maps, "fit": _fit_plan(size, rate)}
 
 
-def frontier_plan(
-    calibration: Calibration, request: FitRequest, loading: Loading
-) -> dict[str, Any]:
-    """Return how many maps a frontier fits and measures, and what that takes.
-
-    None where a model's config is not at hand.
-    """
-    size, rate = _size_of(calibration, request, loading), plan.matmul_rate()
-    kept = calibration.scope.lookback_layers
-    asked = list(frontier.candidates(size.recipe, size.shapes, kept))
-    fitted = [
-        replace(size, recipe=fit.Recipe(one.k, one.ridge, one.options), k=one.k)
-        for one in dict.fromkeys(replace(one, rank=None) for one in asked)
-    ]
-    rows = [row for one in fitted for row in stages(one, rate)]
-    tails = frontier.tails(size.recipe, size.grid[1])
-    found = {"candidates": len(asked), "fits": len(fitted), "tails": tails}
-    if None in size.models:
-        return {**found, "peak_bytes": None, "flops": None, "seconds": None}
-    solving = sum(row["flops"] for row in rows) + _ranking(size, asked)
-    measuring = _measuring(size, asked, tails)
-    weights = sum(model.parameters * model.itemsize for model in size.models)
-    return {
-        **found,
-        "peak_bytes": max(row["peak_bytes"] for row in rows) + weights,
-        "flops": solving + measuring,
-        # Systems are solved in float64, in twice the time of the float32 that is measured here.
-        "seconds": (2 * solving + measuring) / rate,
-    }
-
-
-def _ranking(size: FitSize, asked: list[fit.Recipe]) -> float:
-    """Return the FLOPs of keeping weights as two factors: products with both splits' Gram."""
-    shapes = [replace(size, recipe=one, k=one.k).regressions for one in asked if one.rank]
-    return sum(8.0 * mapped * groups * p * p * q for mapped, groups, p, q in shapes)
-
-
-def _measuring(size: FitSize, asked: list[fit.Recipe], tails: list[int]) -> float:
-    """Return the FLOPs of reading held-out sequences, and of every candidate's answers to them."""
-    sequences, length = min(frontier.SEQUENCES, size.held_out), size.grid[1]
-    pairs = [
-        (model.parameters, shape) for model, shape in zip(size.models, size.shapes, strict=True)
-    ]
-    reading = sum(forward_flops(*pair, (sequences, length)) for pair in pairs)
-    applied = sequences + 1 + frontier.ROUNDS
-    mapping = sum(2.0 * map_parameters(one, one.k, *size.shapes) * length for one in asked)
-    speaking = sum(
-        forward_flops(*pairs[1], (sequences, tail + frontier.reach(length))) for tail in tails
-    )
-    return len(tails) * (reading + applied * mapping) + len(asked) * speaking
-
-
-def _size_of(calibration: Calibration, request: FitRequest, loading: Loading) -> FitSize:
+def size_of(calibration: Calibration, request: FitRequest, loading: Loading) -> FitSize:
     """Return a fit of a calibration to plan."""
     index, recorded = calibration.index, calibration.index["options"]
     shapes = (calibration.source.geometry, calibration.target.geometry)

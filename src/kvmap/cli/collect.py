@@ -10,7 +10,7 @@ import typer
 
 from kvmap.cli import ignored, inputs, options
 from kvmap.cli.output import Output, amount
-from kvmap.cli.plan import collect_text
+from kvmap.cli.plan import collect_text, refuse_unpairable
 from kvmap.errors import UsageError
 
 EXAMPLES = (
@@ -97,8 +97,9 @@ def run(
     )
     text = inputs.given(TextOptions, dataset=dataset, sequences=sequences, length=length, seed=seed)
     if dry_run:
-        cost = survey(names, text, asked, loading)["collect"]
-        out.document(cost, lambda: collect_text(cost))
+        found = survey(names, text, asked, loading)
+        out.document(found["collect"], lambda: collect_text(found["collect"]))
+        refuse_unpairable(found)
         return
     started = time.perf_counter()
     if merge:

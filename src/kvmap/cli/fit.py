@@ -359,7 +359,7 @@ def _plan_calibration(
 def _plan_frontier(
     out: Output, calibration: Calibration, request: FitRequest, loading: Any
 ) -> None:
-    from kvmap.plan_fit import frontier_plan
+    from kvmap.plan_frontier import frontier_plan
 
     found = frontier_plan(calibration, request, loading)
     out.document({"frontier": found}, lambda: plan.frontier_text(found))
@@ -370,3 +370,4 @@ def _plan_models(out: Output, names: tuple[str, str], request: FitRequest, made:
 
     found = survey(names, *made, request)
     out.document(found, lambda: plan.text(found))
+    plan.refuse_unpairable(found)

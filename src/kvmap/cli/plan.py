@@ -35,7 +35,17 @@ def run(
         inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
     )
     Output(as_json).document(found, lambda: text(found))
+    refuse_unpairable(found)
+
+
+def refuse_unpairable(found: dict[str, Any]) -> None:
+    """Refuse two models that a survey has found to be no pair.
+
+    Raises:
+        UsageError: Saying why.
+    """
     if found["pairable"] is False:
+        source, target = (found[side]["name"] for side in ("source", "target"))
         raise UsageError(f"{source} and {target} cannot be paired: {'; '.join(found['problems'])}")
 
 
