@@ -178,7 +178,7 @@ def test_a_free_k_is_what_fits(little_room, planted_paths, monkeypatch, tmp_path
     report = two_passes(names, text, dataclasses.replace(RECIPE, k="auto"), said)
     assert report.k == 1
     assert f"chooses at most {little_room[0].layers} source layers" in said[0]
-    with pytest.raises(UsageError, match="are free here; give fewer heads or a smaller -k"):
+    with pytest.raises(UsageError, match="are free here; give --heads matched or a smaller -k"):
         two_passes(names, text, dataclasses.replace(RECIPE, k=3), said)
     monkeypatch.setattr(plan, "free_memory", lambda device: 30_000)  # the token ids alone
     with pytest.raises(UsageError, match="so this takes a machine with more"):
@@ -211,23 +211,29 @@ def test_the_memory_of_a_fit_is_the_same_in_every_table(little_room, kvmap_run, 
     assert row["fit_bytes"] == found["fit"]["stages"][0]["peak_bytes"]
 
 
+MORE = "this takes a machine with more"
+
+
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        ({"heads": "all", "k": 2}, "give fewer heads or a smaller -k"),
-        ({"heads": "all"}, "give fewer heads"),
-        ({"joint": True}, "give fewer --lookback-layers"),
-        ({"joint": True, "lookback_layers": (0,)}, "this takes a machine with more"),
-        ({}, "this takes a machine with more"),
+        ({"heads": "all", "k": 2}, "give --heads matched or a smaller -k"),
+        ({"heads": "all"}, "give --heads matched"),
+        ({"joint": True}, "give --lookback-layers 0"),
+        ({"joint": True, "lookback_layers": (0,)}, MORE),
+        ({}, MORE),
     ],
     ids=str,
 )
-def test_only_what_makes_moments_smaller_is_hinted_at(little_room, monkeypatch, given, hint):
-    monkeypatch.setattr(plan, "free_memory", lambda device: 0)
+def test_only_what_makes_moments_fit_is_hinted_at(little_room, monkeypatch, given, hint):
     asked = {"heads": "matched", "joint": False} | given
     layers = (tuple(range(asked.pop("k", 1))),) * little_room[1].layers
-    said = plan.too_large(*little_room, CollectOptions(layers=layers, **asked))
-    assert said.endswith(f"are free here; {hint}")
+    options = CollectOptions(layers=layers, **asked)
+    whole = plan.moments_bytes(*little_room, options.scope)
+    for free, expected in ((whole - 1, hint), (0, MORE)):
+        monkeypatch.setattr(plan, "free_memory", lambda device, free=free: free)
+        said = plan.too_large(*little_room, options)
+        assert said.endswith(f"are free here; {expected}")
 
 
 def test_a_hint_of_layers_to_choose_is_of_layers_that_are_there(little_room):

@@ -88,22 +88,27 @@ def too_large(source: Geometry, target: Geometry, options: CollectOptions) -> st
         return None
     hint = TWO_PASSES.format(k=min(USUAL_K, source.layers))
     if options.layers:
-        hint = _smaller(source, options)
+        hint = _smaller(source, target, options, free)
     elif options.heads == "matched" and not options.joint:
         hint = "no smaller ones tell which layers to choose, so this takes a machine with more"
     return f"{_needed(options, needed, free)}; {hint}"
 
 
-def _smaller(source: Geometry, options: CollectOptions) -> str:
-    """Say what makes the moments of chosen layers smaller, if anything does."""
-    late = len(options.late_layers(source)) if options.joint else 0
-    ways = {
-        "fewer heads": options.heads == "all",
-        "a smaller -k": max(map(len, options.layers)) > 1,
-        "fewer --lookback-layers": late > 1,
-    }
-    found = [way for way, helps in ways.items() if helps]
-    return f"give {' or '.join(found)}" if found else "this takes a machine with more"
+def _smaller(source: Geometry, target: Geometry, options: CollectOptions, free: int) -> str:
+    """Say by which options the moments of chosen layers would fit, if by any."""
+    late = options.late_layers(source) if options.joint else ()
+    ways, least = [], options
+    if options.heads == "all":
+        ways, least = [*ways, "--heads matched"], replace(least, heads="matched")
+    if max(map(len, options.layers)) > 1:
+        layers = tuple(row[:1] for row in options.layers)
+        ways, least = [*ways, "a smaller -k"], replace(least, layers=layers)
+    if len(late) > 1:
+        ways = [*ways, f"--lookback-layers {late[0]}"]
+        least = replace(least, lookback_layers=late[:1])
+    if moments_bytes(source, target, least.scope) > free:
+        return "this takes a machine with more"
+    return f"give {' or '.join(ways)}"
 
 
 def two_passes(

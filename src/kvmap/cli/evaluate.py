@@ -174,7 +174,7 @@ def run(
     if html is not None:
         _page(html, found)
     if sign:
-        out.note(f"signed: {evidence.sign(cmap, found, output)}")
+        out.note(f"signed {found.figures['verdict']!r}: {evidence.sign(cmap, found, output)}")
     written = {"map": str(cmap), "report": None if output is None else str(output)}
     out.document(found.figures | written, lambda: layout.render(found.figures))
     enforce(found.figures, gates)
@@ -235,6 +235,8 @@ def _evaluate(out: Output, path: Path, asked: Any, places: tuple, sign: bool) ->
         found = evaluate(cmap, source, target, asked, journal, progress)
     remember(_folder() / "seen.jsonl", found.figures)
     _note_read(out, found.figures["about"]["read_in_calibration"])
+    if remark := found.figures["about"]["unknown"]:
+        out.note(remark)
     return found
 
 

@@ -222,7 +222,8 @@ def run(
             ignored.of_chosen(typed, networks)
         report = _from_calibration(out, calibration, request, loading, typed)
     else:
-        made = (inputs.given(TextOptions, **text), inputs.given(CollectOptions, **kept), loading)
+        asked = inputs.given(CollectOptions, **kept, lookback_layers=parts["lookback_layers"])
+        made = (inputs.given(TextOptions, **text), asked, loading)
         report = _from_models(out, (source, target), request, made, typed)
     if report is None:
         return

@@ -9,6 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import kvmap
 from kvmap.errors import UsageError
 from kvmap.evaluate import arms, diagnostics, evidence, harness, predict
@@ -22,7 +24,7 @@ from kvmap.geometry import json_digest, pairing_problems
 from kvmap.handoff import check_pair
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
-from kvmap.text import beginnings
+from kvmap.text import MOST_UNKNOWN, beginnings, unknown_remark, unknown_share
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def evaluate(
             map and options goes on; removed at the end.
 
     Raises:
-        UsageError: An unknown or empty task, contexts too long, or models of another map.
+        UsageError: An unknown or empty task, contexts too long or unknown to the tokenizer, or
+            models of another map.
     """
     options = options or EvaluateOptions()
     check_models(cmap, source, target)
@@ -86,6 +89,7 @@ def evaluate(
     tasks = {name: _task(name, asked) for name in options.tasks if name in TASKS}
     for task in tasks.values():
         check(task, source, target)
+    strange = _unknown(tasks, source)
     sample = _sample(tasks, asked)
     pair = arms.make_pair(cmap, source, target, sample[0], options.seed)
     pair = replace(pair, back=_back(options.alternate, source, target))
@@ -94,7 +98,8 @@ def evaluate(
     found = None
     if options.diagnosed:
         found = diagnostics.diagnose(pair, sample[: options.diagnosed])
-    report = build(parts, found, about(cmap, options), options.seed, cmap.r2)
+    described = about(cmap, options) | {"unknown": strange}
+    report = build(parts, found, described, options.seed, cmap.r2)
     kept.remove()
     return report
 
@@ -146,12 +151,26 @@ def _back(path: Path | None, source: LoadedModel, target: LoadedModel) -> CacheM
     return back.to(source.device)
 
 
+def _unknown(tasks: Mapping[str, Task], source: LoadedModel) -> str | None:
+    """Say how much of what is read a tokenizer does not know; None where that is little.
+
+    Raises:
+        UsageError: It is more than half.
+    """
+    contexts = [item.context for task in tasks.values() for item in task.items]
+    ids = torch.tensor([token for context in contexts for token in context])
+    if unknown_share(ids, source.tokenizer) > MOST_UNKNOWN:
+        remark = unknown_remark(ids, source.tokenizer)
+        raise UsageError(f"{remark}; give other text with --text, --data or --messages")
+    return unknown_remark(ids, source.tokenizer)
+
+
 def _sample(tasks: dict[str, Task], asked: TaskOptions) -> list[Ids]:
     """Return contexts to diagnose and to match moments on: the tasks' own where there are any."""
     found = [item.context for task in tasks.values() for item in task.items]
     found = [context for context in found if len(context) > 1]
     if found:
-        return found
+        return list(dict.fromkeys(found))
     text = TASKS["text"](replace(asked, limit=8, lengths=()))
     check(text)
     return [item.context for item in text.items]

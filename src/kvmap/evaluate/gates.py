@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvmap.errors import FloorMissed
+from kvmap.evaluate import statistics
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Gates:
 def check(figures: dict[str, Any], gates: Gates) -> list[str]:
     """Return what is missed, one sentence part each, with the reason; empty where all is well.
 
-    A map whose content does not matter fails whatever is asked. Where the items are not enough
-    for a verdict, no floor that rests on answers can be said to be reached.
+    A map whose content does not matter fails whatever is asked. Over too few documents no floor
+    that rests on answers can be said to be reached.
     """
     missed = []
     if figures["verdict"] == "content-free":
@@ -52,8 +53,9 @@ def _miss(figures: dict[str, Any], name: str, limit: float) -> list[str]:
         subject = f"{what} is {point:.3f}, but over {documents} documents it" if wide else what
         end = f"as high as {high:.3f}, above" if ceiling else f"as low as {low:.3f}, below"
         return [f"{subject} may be {end} {option}"]
-    if what not in ("cosine", "kl") and figures["verdict"] == "not enough items":
-        return [f"{option} cannot be said to be met: {figures['unsure']}"]
+    few = statistics.too_few(documents)
+    if what not in ("cosine", "kl") and few:
+        return [f"{option} cannot be said to be met: {few}"]
     return []
 
 

@@ -51,7 +51,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Item:
-    """A context and what is asked about it: the unit that is resampled."""
+    """A context and what is asked about it; see `documents` for the units that are resampled."""
 
     context: Ids
     probes: tuple[Probe, ...]
@@ -124,6 +124,14 @@ def check(task: Task, *models: LoadedModel) -> None:
         raise UsageError(f"task {task.name} has no items; ask for one at least with --limit")
     for loaded in models:
         loaded.require_positions(task.longest, f"task {task.name}", "pass a smaller --length")
+
+
+def documents(items: Sequence[Item]) -> list[int]:
+    """Return the number of each item's document: a context that comes again is the same one."""
+    first: dict[Ids, int] = {}
+    return [
+        first.setdefault(item.context, at) if item.context else at for at, item in enumerate(items)
+    ]
 
 
 def wrong_context(items: Sequence[Item], index: int) -> Ids:

@@ -8,11 +8,11 @@ stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from kvmap.evaluate import alternate
 from kvmap.evaluate.arms import ARMS, Pair, caches
-from kvmap.evaluate.items import Item, Task, check, wrong_context
+from kvmap.evaluate.items import Item, Task, check, documents, wrong_context
 from kvmap.evaluate.journal import Journal
 from kvmap.evaluate.scores import Record, Scores, join, record
 from kvmap.evaluate.scoring import ask, converse
@@ -50,6 +50,8 @@ def run_task(
         if not kept:
             journal.put(task.name, key, made.to_json())
         records.append(made)
+    units = documents(task.items)
+    records = [replace(made, unit=unit) for made, unit in zip(records, units, strict=True)]
     progress(task.name, len(task.items), len(task.items))
     return join(records, task.name, task.chance, arms)
 
