@@ -295,11 +295,15 @@ def test_text_that_the_calibration_has_read_is_not_held_out(text, same, tmp_path
     """By how the file begins; by its name in maps that keep no more of their text."""
     path = tmp_path / "my.jsonl"
     path.write_text('{"text": "a"}\n')
-    (digest,) = beginnings(str(path), "test").values()
+    for other in ("a#my.jsonl", "wikitext-2-raw-v1/test.jsonl", "piqa/test.jsonl"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).write_bytes(path.read_bytes())
+    (digest,) = beginnings([path]).values()
     text = json.loads(json.dumps(text).replace('"this"', f'"{digest}"'))
     right = measured.twin()[0]
     maps = [replace(right, provenance={"text": text})]
     maps += [replace(right, provenance={"composed": [{}, maps[0].provenance]})]
+    back = {"alternate": maps[0].save(tmp_path / "back.map")}
     found = {} if same is None else {"my.jsonl": same}
     for cmap in maps:
         for read in (
@@ -309,6 +313,19 @@ def test_text_that_the_calibration_has_read_is_not_held_out(text, same, tmp_path
         ):
             asked = EvaluateOptions(**read)
             assert evaluation.about(cmap, asked)["read_in_calibration"] == found
+            unseen = replace(cmap, provenance={})
+            assert evaluation.read_in_calibration(unseen, replace(asked, **back)) == found
+        if same == "content":
+            for name, data in (
+                ("chat", "a#my.jsonl"),
+                ("wikitext2", "wikitext-2-raw-v1/test.jsonl"),
+                ("piqa", "piqa/test.jsonl"),
+            ):
+                folder = tmp_path / data if name == "chat" else tmp_path
+                asked = EvaluateOptions(tasks=(name,), data=folder)
+                assert evaluation.read_in_calibration(cmap, asked) == {
+                    data.rpartition("/")[2]: "content"
+                }
         unread = EvaluateOptions(tasks=("demo",), text=str(path), data=path)
         assert evaluation.read_in_calibration(cmap, unread) == {}
         assert evaluation.read_in_calibration(cmap, EvaluateOptions(tasks=("text",))) == {}

@@ -316,14 +316,14 @@ def test_a_limit_counts_conversations_that_are_long_enough(tmp_path):
     assert [probe.labels for item in task.items for probe in item.probes] == [{"turn": 2}]
 
 
-def test_copies_of_a_context_are_one_document(tmp_path):
-    """Else intervals over ten copies of one text would have no width."""
+def test_copies_of_a_text_are_one_document(tmp_path):
+    """Else intervals over ten of them would have no width."""
     rows = ["x" * 40] * 3 + ["y" * 40] + ["x" * 40]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
     task = _task("text", text=str(tmp_path / "rows.jsonl"), lengths=(20,))
     assert documents(task.items) == [0] * 6 + [6] * 2 + [0] * 2
-    nothing = replace(task.items[0], context=())
-    assert documents([nothing, nothing]) == [0, 1]
+    other = replace(task.items[0], probes=task.items[6].probes)
+    assert documents([task.items[0], other]) == [0, 1]
 
 
 def test_wikitext_is_text(tmp_path):

@@ -12,7 +12,13 @@ import transformers
 
 from kvmap.demo.tokens import save_tokenizer
 from kvmap.errors import UsageError
-from kvmap.text import beginnings, documents, token_sequences, unknown_remark
+from kvmap.text import (
+    beginnings,
+    documents,
+    local_sources,
+    token_sequences,
+    unknown_remark,
+)
 
 ROWS = Path(__file__).parents[2] / "shared" / "data" / "benchmarks"
 needs_rows = pytest.mark.skipif(not ROWS.is_dir(), reason="no shared benchmark rows here")
@@ -55,17 +61,28 @@ def test_a_folder_keeps_splits_apart_where_its_files_name_them(tmp_path):
 
 
 def test_files_are_known_again_by_how_they_begin(tmp_path):
-    """Wherever they lie; hub data sets and the demo have none."""
+    """Wherever they lie; hub data sets and the demo have none, and nothing begins like nothing."""
     (tmp_path / "sub").mkdir()
+    (tmp_path / "train-empty.jsonl").write_text("")
     first = lines(tmp_path / "train.jsonl", {"text": "fit"})
     again = lines(tmp_path / "sub" / "x.jsonl", {"text": "fit"})
     other = lines(tmp_path / "test.jsonl", {"text": "judge"})
-    found = {path: beginnings(path, "train")[path] for path in (first, again, other)}
+    found = beginnings(map(Path, (first, again, other, tmp_path / "train-empty.jsonl")))
     assert found[first] == found[again] != found[other]
-    assert beginnings(f"{first}#text, demo,owner/name:config,{other}", "train") == {
-        path: found[path] for path in (first, other)
-    }
-    assert beginnings(str(tmp_path), "test") == {other: found[other]}
+    assert set(found) == {first, again, other}
+    asked = f"{first}#text, demo,owner/name:config,{other}"
+    assert local_sources(asked, "train") == [Path(first), Path(other)]
+    assert local_sources(str(tmp_path), "test") == [Path(other)]
+
+
+def test_files_are_told_of_when_they_are_reached(tmp_path):
+    for name in "abc":
+        lines(tmp_path / f"{name}.jsonl", {"text": name}, {"text": name})
+    reached = []
+    texts = documents(str(tmp_path), reached=reached.append)
+    assert (next(texts), reached) == ("a", [tmp_path / "a.jsonl"])
+    assert [next(texts) for _ in range(2)] == ["a", "b"]
+    assert reached == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
 
 
 def test_several_sources_take_turns_until_all_are_spent(tmp_path):

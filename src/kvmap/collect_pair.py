@@ -78,12 +78,15 @@ def read_text(
     dataset = options.dataset or default_dataset(names)
     require_length(names, geometries(names, loading), options.length)
     tokenizer = load_tokenizer(models.resolve(names[0]), loading.trust_remote_code)
-    found = text.documents(dataset, options.split, tokenizer, options.length, options.seed)
+    reached: list[Path] = []
+    found = text.documents(
+        dataset, options.split, tokenizer, options.length, options.seed, reached.append
+    )
     token_ids = text.token_sequences(found, tokenizer, options.length, options.sequences)
     if remark := text.unknown_remark(token_ids, tokenizer):
         note(remark)
     label = Path(dataset).name if os.path.exists(dataset) else dataset
-    files = sorted(set(text.beginnings(dataset, options.split).values()))
+    files = sorted(set(text.beginnings(reached).values()))
     record = {"dataset": label, "split": options.split, "seed": options.seed, "files": files}
     return Text(token_ids, record)
 

@@ -6,7 +6,7 @@ module that touches datasets and pyarrow.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ HUB_NAMES = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
 Placed = tuple[str, Mapping[str, Any]]
 
 
-def rows(where: str, split: str) -> Iterator[Placed]:
+def rows(
+    where: str, split: str, reached: Callable[[Path], None] = lambda file: None
+) -> Iterator[Placed]:
     """Yield the rows of a file, a folder or a hub data set, each with its place.
 
     Args:
         split: Of a hub data set, or of a folder's files where some are of it.
+        reached: Told of each local file before its first row.
 
     Raises:
         UsageError: Nothing is there, or a row cannot be read.
@@ -30,6 +33,7 @@ def rows(where: str, split: str) -> Iterator[Placed]:
     if files is None:
         yield from _hub_rows(where, split)
     for file in files or ():
+        reached(file)
         yield from _file_rows(file)
 
 

@@ -9,7 +9,7 @@ document. No message repeats text.
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -34,7 +34,12 @@ MUCH_UNKNOWN, MOST_UNKNOWN = 0.05, 0.5
 
 
 def documents(
-    sources: str, split: str = "train", tokenizer: Any = None, tokens: int = 1024, seed: int = 0
+    sources: str,
+    split: str = "train",
+    tokenizer: Any = None,
+    tokens: int = 1024,
+    seed: int = 0,
+    reached: Callable[[Path], None] = lambda file: None,
 ) -> Iterator[str]:
     """Yield the documents of one or several sources, none of them empty.
 
@@ -45,6 +50,7 @@ def documents(
         tokenizer: Its chat template lays out conversations.
         tokens: Length of the demo's documents.
         seed: Of the demo's documents.
+        reached: Told of each local file before its first document.
 
     Raises:
         UsageError: A source is missing, cannot be read, is empty or has no known column.
@@ -52,7 +58,7 @@ def documents(
     names = _names(sources)
     if not names:
         raise UsageError("no data set named; give a name, a file or a folder with `--dataset`")
-    waiting = [_documents_of(name, split, tokenizer, tokens, seed) for name in names]
+    waiting = [_documents_of(name, split, tokenizer, tokens, seed, reached) for name in names]
     while waiting:
         for one in tuple(waiting):
             text = next(one, None)
@@ -62,17 +68,22 @@ def documents(
                 yield text
 
 
-def beginnings(sources: str, split: str) -> dict[str, str]:
-    """Return the local files of one or several sources, each with a digest of how it begins.
+def local_sources(sources: str, split: str) -> list[Path]:
+    """Return the local files that one or several sources may be read from."""
+    wheres = [name.partition("#")[0] for name in _names(sources) if name != "demo"]
+    return [file for where in wheres for file in local_files(where, split) or ()]
+
+
+def beginnings(files: Iterable[Path]) -> dict[str, str]:
+    """Return a digest of how each file begins, but for empty ones and what is read but once.
 
     Files are read from their beginning, so of two that begin alike the same text is read.
     """
-    wheres = [name.partition("#")[0] for name in _names(sources) if name != "demo"]
     found = {}
-    files = (file for where in wheres for file in local_files(where, split) or ())
-    for file in filter(Path.is_file, files):  # what is no file is read but once
+    for file in filter(Path.is_file, files):
         with suppress(OSError), file.open("rb") as opened:
-            found[str(file)] = sha256(opened.read(BEGINNING)).hexdigest()
+            if beginning := opened.read(BEGINNING):
+                found[str(file)] = sha256(beginning).hexdigest()
     return found
 
 
@@ -154,7 +165,14 @@ def _encode(text: str, tokenizer: Any, joined: bool) -> list[int]:
     return tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
 
 
-def _documents_of(source: str, split: str, tokenizer: Any, tokens: int, seed: int) -> Iterator[str]:
+def _documents_of(
+    source: str,
+    split: str,
+    tokenizer: Any,
+    tokens: int,
+    seed: int,
+    reached: Callable[[Path], None],
+) -> Iterator[str]:
     if source == "demo":
         from kvmap.demo import world
 
@@ -162,7 +180,7 @@ def _documents_of(source: str, split: str, tokenizer: Any, tokens: int, seed: in
         return
     where, _, column = source.partition("#")
     found = False
-    for place, row in rows(where, split):
+    for place, row in rows(where, split, reached):
         text = _text_of(row, column, tokenizer, place).strip()
         found = found or bool(text)
         if text:

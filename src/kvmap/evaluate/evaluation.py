@@ -14,17 +14,25 @@ import torch
 import kvmap
 from kvmap.errors import UsageError
 from kvmap.evaluate import arms, diagnostics, evidence, harness, predict
+from kvmap.evaluate.harness.local import asked_files
 from kvmap.evaluate.items import Ids, Task, check, limited
 from kvmap.evaluate.journal import Journal
 from kvmap.evaluate.report import Report, build
 from kvmap.evaluate.runner import Progress, no_progress, run_task
 from kvmap.evaluate.scores import Scores
-from kvmap.evaluate.tasks import TASKS, TaskOptions, is_read
+from kvmap.evaluate.tasks import SOURCES, TASKS, TaskOptions, is_read
+from kvmap.evaluate.tasks.rows import files
 from kvmap.geometry import json_digest, pairing_problems
 from kvmap.handoff import check_pair
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
-from kvmap.text import MOST_UNKNOWN, beginnings, unknown_remark, unknown_share
+from kvmap.text import (
+    MOST_UNKNOWN,
+    beginnings,
+    local_sources,
+    unknown_remark,
+    unknown_share,
+)
 
 
 @dataclass(frozen=True)
@@ -262,18 +270,35 @@ def read_in_calibration(cmap: CacheMap, options: EvaluateOptions) -> dict[str, s
         By the file's name, what of it is known to be the same: "content", or, where a map keeps
         no more, "name".
     """
-    asked = [options.text] if is_read("text", options.tasks) else []
-    if options.data is not None and options.data.is_file() and is_read("data", options.tasks):
-        asked.append(str(options.data))
+    back = None if options.alternate is None else CacheMap.load(options.alternate).provenance
     found = {}
-    for file, digest in (pair for one in asked for pair in beginnings(one, "test").items()):
+    for file, digest in beginnings(_files(options)).items():
         name = Path(file).name
-        for text in _texts(cmap.provenance):
-            if isinstance(files := text.get("files"), list):
-                found |= {name: "content"} if digest in files else {}
+        for text in _texts([cmap.provenance, back]):
+            if isinstance(known := text.get("files"), list):
+                found |= {name: "content"} if digest in known else {}
             elif name in (Path(n.partition("#")[0]).name for n in str(text["dataset"]).split(",")):
                 found.setdefault(name, "name")
     return found
+
+
+def _files(options: EvaluateOptions) -> Iterator[Path]:
+    """Yield the local files that tasks may read.
+
+    Raises:
+        UsageError: Some are not there.
+    """
+    if is_read("text", options.tasks):
+        yield from local_sources(options.text, "test")
+    if options.data is None:
+        return
+    for name in options.tasks:
+        if name in SOURCES:
+            yield from files(name, SOURCES[name], options.data)
+        elif name == "chat":
+            yield options.data
+        elif name not in TASKS:
+            yield from asked_files(name, options.data)
 
 
 def _texts(record: Any) -> Iterator[Mapping[str, Any]]:

@@ -127,10 +127,11 @@ def check(task: Task, *models: LoadedModel) -> None:
 
 
 def documents(items: Sequence[Item]) -> list[int]:
-    """Return the number of each item's document: a context that comes again is the same one."""
-    first: dict[Ids, int] = {}
+    """Return the number of each item's document: what comes again word for word is the same one."""
+    first: dict[tuple[Ids, ...], int] = {}
     return [
-        first.setdefault(item.context, at) if item.context else at for at, item in enumerate(items)
+        first.setdefault((item.context, *(p.prompt + p.answer for p in item.probes)), at)
+        for at, item in enumerate(items)
     ]
 
 

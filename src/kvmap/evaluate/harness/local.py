@@ -64,7 +64,7 @@ def specifications(name: str, data: Path | None) -> list[str | dict[str, Any]]:
             "leave out `--data` to read the hub"
         )
     found = LOCAL[name]
-    folder = local(name, Source(name, "test", found.folders, found.columns), data)
+    folder = _folder(name, data)
     files = _files(folder)
     if not files:
         raise UsageError(
@@ -85,6 +85,17 @@ def specifications(name: str, data: Path | None) -> list[str | dict[str, Any]]:
         for value in sorted(set(asked))
     ]
     return [{"group": f"local_{name}", "task": tasks}]
+
+
+def asked_files(name: str, data: Path) -> list[Path]:
+    """Return the local files of the rows that a task asks; none where it reads none."""
+    files = _files(_folder(name, data)) if name in LOCAL else {}
+    return files[_asked_split(files)] if files else []
+
+
+def _folder(name: str, data: Path) -> Path:
+    found = LOCAL[name]
+    return local(name, Source(name, "test", found.folders, found.columns), data)
 
 
 # What `datasets` calls the readers of these files.

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvmap.evaluate.items import Task
-from kvmap.evaluate.tasks.conversations import chat, coqa, demo_conversations
+from kvmap.evaluate.tasks.conversations import COQA, chat, coqa, demo_conversations
 from kvmap.evaluate.tasks.demo import demo
 from kvmap.evaluate.tasks.needle import needle
 from kvmap.evaluate.tasks.options import TaskOptions
-from kvmap.evaluate.tasks.perplexity import perplexity, wikitext2
+from kvmap.evaluate.tasks.perplexity import WIKITEXT, perplexity, wikitext2
+from kvmap.evaluate.tasks.rows import Source
 
 TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "chat": chat,
@@ -25,6 +26,8 @@ TASKS: dict[str, Callable[[TaskOptions], Task]] = {
     "wikitext2": wikitext2,
 }
 
+# Where the rows of those are that read some.
+SOURCES: dict[str, Source] = {"coqa": COQA, "wikitext2": WIKITEXT}
 CONVERSATIONS = ("chat", "coqa", "demo_conversations")
 OTHERS = "tasks of the harness"
 # What reads an option, where not all do.
@@ -45,4 +48,4 @@ def is_read(option: str, names: Iterable[str]) -> bool:
     return any((name if name in TASKS else OTHERS) in READ_BY[option] for name in names)
 
 
-__all__ = ["TASKS", "TaskOptions", "is_read"]
+__all__ = ["SOURCES", "TASKS", "TaskOptions", "is_read"]

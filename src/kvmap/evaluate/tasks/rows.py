@@ -45,6 +45,15 @@ def read(task: str, source: Source, data: Path | None) -> Iterator[dict[str, Any
         yield dict(row)
 
 
+def files(task: str, source: Source, data: Path) -> list[Path]:
+    """Return the local files that a task's rows are read from.
+
+    Raises:
+        UsageError: There are none.
+    """
+    return rows.local_files(str(local(task, source, data)), source.split) or []
+
+
 def local(task: str, source: Source, data: Path) -> Path:
     """Return the file or folder of a task under a data folder, or the file itself.
 
