@@ -4,14 +4,16 @@ python examples/story.py [SEED] > story.txt; the right answer goes to stderr. Th
 two facts: tiny-l can do so, tiny-s and tiny-m cannot.
 """
 
+import argparse
 import sys
 
 from kvmap.demo import world
 
 
 def main() -> None:
-    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    document = next(world.documents("evaluation", 1, 512, seed))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("seed", type=int, nargs="?", default=0, help="another one, another story")
+    document = next(world.documents("evaluation", 1, 512, parser.parse_args().seed))
     question = next(one for one in document.questions if one.kind == "two_hop")
     print(f"{document.text} {question.prompt}")
     print(f"{question.prompt} {question.answer}", file=sys.stderr)

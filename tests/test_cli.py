@@ -527,7 +527,8 @@ def test_a_pair_that_cannot_be_is_refused_after_saying_why(
     text = () if command == ("plan",) else ("--dataset", "demo")
     code, text_, error = kvmap_run(*command, source, checkpoint("other_tokenizer"), *text)
     assert code == 2
-    assert ("cannot be paired" in text_) == (command[0] != "collect")
+    assert ("cannot be paired" in text_) == (command == ("plan",))
+    assert "FLOP" not in text_
     assert "cannot be paired: the tokenizers differ" in error
 
 

@@ -308,6 +308,7 @@ def test_command_refuses_a_folder_that_is_taken_before_it_reads_text(run, kvmap_
     for name, said in (("c", "holds a finished calibration"), ("file", "is no folder")):
         code, _, error = kvmap_run(*asked, tmp_path / name)
         assert (code, said in error) == (2, True), error
+        assert kvmap_run(*asked, tmp_path / name, "-n")[:2] == (2, "")
     code, _, error = kvmap_run(*asked, tmp_path / "c", "--force")
     assert "absent.txt" in error
     assert (tmp_path / "c" / "index.json").exists()

@@ -199,3 +199,32 @@ def test_predict_runs_no_task(files, capsys):
     assert code == 0
     assert json.loads(out)["cosine"] > 0.999
     assert json.loads(out)["maps"] == 0
+
+
+def test_what_cannot_be_signed_is_told_before_any_work(files, tmp_path, capsys):
+    mine = tmp_path / "mine.map"
+    mine.write_bytes((files[0] / "right.map").read_bytes())
+    evidence = tmp_path / "mine.map.evidence.json"
+    nowhere = ("--source", "/absent", "--target", "/absent")  # which opening them would say
+    code, out, error = _run(capsys, "eval", mine, *nowhere, "-o", evidence, "--sign", "--force")
+    assert (code, out) == (2, "")
+    assert "is what is read" in error
+    evidence.mkdir()
+    code, out, error = _run(capsys, "eval", mine, *nowhere, "--sign")
+    assert (code, out) == (2, "")
+    assert "so the map cannot be signed" in error
+
+
+def test_text_that_a_tokenizer_does_not_know_is_told_or_refused(tmp_path, capsys):
+    from kvmap.demo.tokens import word_ids
+
+    known = list(word_ids())[10:20]
+    mapped = tmp_path / "a.map"
+    asked = ("--no-anchor", "--sequences", 20, "--length", 64, "--recipe", "cachebridge", "-k", 1)
+    assert _run(capsys, "fit", "tiny-s", "tiny-s", *asked, "-o", mapped)[0] == 0
+    for strange, code, said in ((6, 0, "25% of the text's"), (40, 2, "100% of the text's")):
+        text = tmp_path / f"{strange}.txt"
+        text.write_text(" ".join(["Kubernetes"] * strange + known * 5))
+        how = ("--tasks", "text", "--text", text, "--length", 50, "--diagnosed", 0)
+        ended, _, error = _run(capsys, "eval", mapped, *how, "--json")
+        assert (ended, said in error) == (code, True), error

@@ -67,6 +67,9 @@ def test_maps_that_do_not_compose_are_refused(pair):
     anchored = drawn(source.signature, hub.signature, HUB_LAYERS, MapOptions(anchor=True), 1)
     with pytest.raises(UsageError, match=r"own first layer.*--no-anchor --no-exact-first"):
         compose(anchored, second)
+    late = drawn(hub.signature, source.signature, TARGET_LAYERS, MapOptions(lookback=1), 2)
+    with pytest.raises(UsageError, match=r"--no-anchor .*; and the second map .*--lookback 0"):
+        compose(anchored, late)
     geometry = hub.signature.geometry
     rope = tuple(dataclasses.replace(t, scaling=2 * t.scaling) for t in geometry.rope)
     for changes in (

@@ -111,7 +111,9 @@ def test_names_in_a_file_say_nothing_to_the_terminal(kvmap_run, tmp_path):
     assert (code, json.loads(text)["tensors"]) == (0, {ODD: [2]})
     assert not re.search(r"[\x1b\x9b]", text)
     figures = {"about": {"source": ODD, "target": "b"}, "arms": {}, "tasks": {}, "intervals": {}}
-    figures |= dict.fromkeys(("n", "documents", "verdict")) | {"cosine": {"mean": 0.5, "worst": 0}}
+    figures |= (
+        {"documents": 3} | dict.fromkeys(("n", "verdict")) | {"cosine": {"mean": 0.5, "worst": 0}}
+    )
     ratios = ("retention", "floor_normalised_retention", "gap_recovered", "gap_recovered_nll")
     figures |= dict.fromkeys((*ratios, "margin"))
     figures["intervals"] = dict.fromkeys((*ratios, "margin"))

@@ -76,6 +76,10 @@ def test_a_cache_that_is_there_can_be_stored():
     pages = paged("keys beside values", *cache.positions.shape)
     pages.store(cache)
     check(pages, cache)
+    with pytest.raises(UsageError, match="expected 5 as the cache has"):
+        pages.store(drawn(SOURCE))
+    with pytest.raises(UsageError, match=r"found slots \[2, 9\] torch.int64, expected \[2, 5\]"):
+        pages.store(cache.slice(0, 5))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,12 @@ def test_a_cache_that_is_there_can_be_stored():
             "16 bits",
         ),
         (lambda p: replace(p, keys=(*p.keys[1:], p.keys[0][:-1])), "differ in number, size"),
+        (lambda p: replace(p, values=p.keys), "one over the other"),
+        (lambda p: replace(p, keys=p.keys[:1] * 3), "blocks lie one over"),
+        (
+            lambda p: replace(p, keys=tuple(k[:1].expand(BLOCKS, -1, -1, -1) for k in p.keys)),
+            "over the other; give memory",
+        ),
         (lambda p: replace(p, slots=p.slots[:, :-1]), r"found slots \[2, 8\]"),
         (lambda p: replace(p, slots=p.slots.int()), "torch.int32, expected"),
         (lambda p: replace(p, slots=p.slots + 40), "expected less than 48"),

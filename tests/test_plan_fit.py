@@ -219,7 +219,8 @@ FITTING = [{"peak_bytes": 5 * 10**9, "seconds": 7200.0}]
             9,
             4,
             True,
-            "here: fits (peak 8.0 GB of 9.0 GB, disk 3.0 GB of 4.0 GB free), about 3.0 h",
+            "here: fits (peak 8.0 GB of 9.0 GB, disk 3.0 GB of 4.0 GB free), about 3.0 h at its "
+            "present speed",
         ),
         (
             [COLLECTING],
@@ -243,7 +244,7 @@ FITTING = [{"peak_bytes": 5 * 10**9, "seconds": 7200.0}]
             4,
             None,
             "here: may not fit: collecting needs up to 40.0 GB of memory, 9.0 GB are free; "
-            "about 3.0 h",
+            "about 3.0 h at its present speed",
         ),
     ],
     ids=["fits", "memory", "everything", "apart"],
@@ -318,3 +319,31 @@ def test_a_frontier_without_models_is_planned_as_far_as_it_goes(collected, kvmap
     monkeypatch.setattr(plan_fit, "load_config", missing)
     text = kvmap_run("fit", collected[0], "--frontier", "-n")[1]
     assert text.splitlines()[1:] == ["  memory  -", "  work    -"]
+
+
+def test_token_ids_count_before_any_model_is_there(kvmap_run, monkeypatch):
+    monkeypatch.setattr(plan, "free_memory", lambda device: 10**10)
+    asked = ("--sequences", 10**6, "--stride", 1023, "--no-dump", "-n", "--json")
+    found = json.loads(kvmap_run("collect", "tiny-m", "tiny-l", *asked)[1])
+    assert found["peak_bytes"] == 10**6 * 1024 * collect_pair.TOKEN_BYTES
+    assert found["here"]["fits"] is False
+
+
+def test_a_cache_folder_that_cannot_be_is_no_room(kvmap_run, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVMAP_CACHE", str(tmp_path / "file" / "x"))
+    code, out, error = kvmap_run("plan", "tiny-m", "tiny-l")
+    assert (code, out) == (1, "")
+    assert "the folder could not be made (Not a directory)" in error
+
+
+def test_a_dry_run_refuses_what_a_calibration_does_not_keep(kvmap_run, tmp_path):
+    calib = tmp_path / "c.calib"
+    kept = ("--heads", "matched", "--no-joint", "--no-dump")
+    small = ("--sequences", 10, "--length", 32, "--stride", 1)
+    assert kvmap_run("collect", "tiny-s", "tiny-m", *small, *kept, "-o", calib)[0] == 0
+    for how in ((), ("--frontier",)):
+        code, out, error = kvmap_run("fit", calib, *how, "-n")
+        assert (code, out) == (2, "")
+        assert "does not record these inputs together" in error
+    assert kvmap_run("fit", calib, "--recipe", "cachebridge", "-n")[0] == 0

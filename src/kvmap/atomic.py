@@ -76,11 +76,16 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise KvmapError(
-            f"{path}: the folder could not be made ({error.strerror}); choose another with "
-            "--output, or with KVMAP_CACHE if it is the cache folder"
-        ) from error
+        raise no_folder(path, error.strerror) from error
     return path
+
+
+def no_folder(path: Path, reason: str) -> KvmapError:
+    """Say that and why a folder could not be made."""
+    return KvmapError(
+        f"{path}: the folder could not be made ({reason}); choose another with --output, or with "
+        "KVMAP_CACHE if it is the cache folder"
+    )
 
 
 def check_replaceable(path: str | Path) -> None:

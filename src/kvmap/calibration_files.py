@@ -113,13 +113,13 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
 
 
 def save_moments(path: Path, moments: dict[str, Moments], metadata: dict[str, Any]) -> Path:
-    """Write train and held-out moments as an artifact of kind "moments"."""
+    """Write train and held-out moments as an artifact of kind "moments", for the owner alone."""
     tensors = {
         f"{split}.{name}": t
         for split, found in moments.items()
         for name, t in found.tensors.items()
     }
-    return artifacts.write(path, "moments", tensors, metadata)
+    return artifacts.write(path, "moments", tensors, metadata, private=True)
 
 
 def load_moments(

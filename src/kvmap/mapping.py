@@ -234,7 +234,9 @@ def _check_others(
     """Check the cache to write and that of the tokens before, where they are given."""
     found, late = cache.positions.shape, len(cmap.options.lookback_layers)
     if isinstance(out, PagedCache):
-        out.check(cmap.target, tuple(found))
+        target = cmap.target.geometry
+        model = (target.layers, target.kv_heads, target.head_size)
+        out.check(model, tuple(found), cmap.target.name)
     elif out is not None:
         check_shapes(out, cmap.target, "the cache to write")
         if out.positions.shape != found:

@@ -24,6 +24,11 @@ ROW_CHUNK = 2048
 # Of a symmetric product only the blocks on and above the diagonal are computed.
 BLOCK = 512
 
+NOT_TOGETHER = (
+    "the calibration does not record these inputs together; run `kvmap collect` again with "
+    "`--heads all --joint`, and without --layers or with those that the map reads"
+)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -206,11 +211,7 @@ class Moments:
             known = self.starts[group.name]
             if known[0].keys() >= set(inputs) and known[1].keys() >= set(outputs):
                 return self._select(group, inputs, outputs)
-        raise UsageError(
-            "the calibration does not record these inputs together; "
-            "run `kvmap collect` again with `--heads all --joint`, and without --layers or with "
-            "those that the map reads"
-        )
+        raise UsageError(NOT_TOGETHER)
 
     def _select(self, group: Group, inputs: list[Block], outputs: list[Block]) -> Covariance:
         mine = self._of(group)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from kvmap import atomic
 from kvmap.calibration_files import Scope
 from kvmap.chosen import Layers
 from kvmap.collect_options import CollectOptions
@@ -217,7 +218,13 @@ def free_memory(device: str) -> int:
 
 
 def free_disk(folder: Path) -> int:
-    """Return the free bytes of the file system on which a folder is or would be made."""
+    """Return the free bytes of the file system on which a folder is or would be made.
+
+    Raises:
+        KvmapError: It cannot be made, since what is above is no folder or not to be written to.
+    """
     whole = folder.absolute()
     above = next(path for path in (whole, *whole.parents) if os.path.exists(path))
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise atomic.no_folder(folder, "Not a directory" if above.is_file() else "not writable")
     return shutil.disk_usage(above).free

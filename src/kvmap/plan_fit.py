@@ -6,6 +6,7 @@ chosen is not known beforehand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 
 from kvmap import fit, models, plan
 from kvmap.calibration import Calibration
+from kvmap.calibration_files import Scope
 from kvmap.chosen import near_layers
 from kvmap.collect_options import CollectOptions, check_options
-from kvmap.collect_pair import Loading, TextOptions, check_layers, with_scope
+from kvmap.collect_pair import TOKEN_BYTES, Loading, TextOptions, check_layers, with_scope
 from kvmap.errors import UsageError
 from kvmap.fit.recipes import RECIPES, require_mapped
 from kvmap.fit_pair import FitRequest, counts_to_try, of_layers, refuse_greedy
@@ -23,8 +25,10 @@ from kvmap.fit_stages import FitSize, ModelSize, most_bytes, stages
 from kvmap.footprint import apart_bytes, map_parameters, use_bytes
 from kvmap.geometry import Geometry
 from kvmap.layers import load_layers
+from kvmap.map_options import MapOptions
 from kvmap.models.configs import load_config, parameter_count, tape_width
 from kvmap.models.devices import pick_device, pick_dtype
+from kvmap.moments import NOT_TOGETHER
 from kvmap.pipeline import cache_folder
 
 Shapes = tuple[Geometry, Geometry]
@@ -95,7 +99,8 @@ def collect_plan(
         "moments_bytes": moments,
         "too_large": plan.too_large(*shapes, options),
         "disk_bytes": cost.disk_bytes,
-        "peak_bytes": cost.memory_bytes,
+        # The text's tokens are there before the models are.
+        "peak_bytes": max(cost.memory_bytes, TOKEN_BYTES * text.sequences * text.length),
         "flops": cost.flops,
         "seconds": cost.seconds,
     }
@@ -150,21 +155,21 @@ def plan_models(
 
 
 def here(
-    collecting: list[dict[str, Any]], fitting: list[dict[str, Any]], least: int
+    collecting: list[dict[str, Any]], fitting: Sequence[dict[str, Any]] = (), least: int = 0
 ) -> dict[str, Any]:
-    """Return whether this machine has the memory and disk for a map from nothing, and the time.
+    """Return whether this machine has the memory and disk for work from nothing, and the time.
 
     `fits` is None where that hangs on which layers are chosen.
 
     Args:
         collecting: Passes, as `collect_plan` has them.
-        fitting: Stages of the fit.
+        fitting: Stages of the fit, if there is one.
         least: Bytes that the fit holds at least.
     """
     disk = sum(step["disk_bytes"] for step in collecting)
     passes = [(step["peak_bytes"], step.get("apart_peak_bytes", 0)) for step in collecting]
     collected = max(low for low, _ in passes), max(map(max, passes))
-    fitted = least, most_bytes(fitting)
+    fitted = least, most_bytes(fitting) if fitting else 0
     memory, room = plan.free_memory("cpu"), plan.free_disk(cache_folder())
     needs = [
         ("collecting", "memory", collected, memory),
@@ -235,12 +240,24 @@ def size_of(calibration: Calibration, request: FitRequest, loading: Loading) -> 
     kept = {name: recorded[name] for name in ("stride", "held_out", "shard") if name in recorded}
     options, grid = CollectOptions(**vars(scope), **kept), (index["sequences"], index["length"])
     require_mapped(request.recipe.options, shapes[1])
+    require_recorded(request.recipe.options, scope)
     k = _most_layers(request, shapes, grid, options)
     names = (calibration.source.name, calibration.target.name)
     sizes = tuple(_size_by_name(name, loading) for name in names)
     itemsize = getattr(torch, calibration.source.dtype).itemsize
     recipe = fit.with_lookback(request.recipe, scope.lookback_layers)
     return FitSize(recipe, k, shapes, sizes, grid, options, moments, itemsize)
+
+
+def require_recorded(options: MapOptions, scope: Scope) -> None:
+    """Check that a calibration's moments are of what a map reads.
+
+    Raises:
+        UsageError: They are of matched heads alone, or of keys and values apart.
+    """
+    apart = options.heads == "all" and scope.heads != "all"
+    if apart or (options.mixed and not scope.joint):
+        raise UsageError(NOT_TOGETHER)
 
 
 def _most_layers(

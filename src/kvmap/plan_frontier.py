@@ -13,7 +13,7 @@ from kvmap.fit_pair import FitRequest
 from kvmap.fit_stages import FitSize, stages
 from kvmap.footprint import map_parameters
 from kvmap.plan import forward_flops
-from kvmap.plan_fit import size_of
+from kvmap.plan_fit import require_recorded, size_of
 
 
 def frontier_plan(
@@ -26,6 +26,8 @@ def frontier_plan(
     size, rate = size_of(calibration, request, loading), plan.matmul_rate()
     kept = calibration.scope.lookback_layers
     asked = list(frontier.candidates(size.recipe, size.shapes, kept))
+    for one in asked:
+        require_recorded(one.options, calibration.scope)
     fitted = [
         replace(size, recipe=fit.Recipe(one.k, one.ridge, one.options), k=one.k)
         for one in dict.fromkeys(replace(one, rank=None) for one in asked)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvmap.cli import ignored, inputs, options
 from kvmap.cli.output import Output, amount
-from kvmap.cli.plan import collect_text, refuse_unpairable
+from kvmap.cli.plan import collect_text, here_text, refuse_unpairable
 from kvmap.errors import UsageError
 
 EXAMPLES = (
@@ -70,6 +70,7 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Run both models over text; keep their caches and moments."""
+    from kvmap.clearing import require_unfinished
     from kvmap.collect_options import CollectOptions
     from kvmap.collect_pair import Loading, TextOptions
     from kvmap.survey import survey
@@ -96,10 +97,10 @@ def run(
         moments=moments,
     )
     text = inputs.given(TextOptions, dataset=dataset, sequences=sequences, length=length, seed=seed)
+    if output is not None and not merge:
+        require_unfinished(output, force)
     if dry_run:
-        found = survey(names, text, asked, loading)
-        out.document(found["collect"], lambda: collect_text(found["collect"]))
-        refuse_unpairable(found)
+        _plan(out, survey(names, text, asked, loading))
         return
     started = time.perf_counter()
     if merge:
@@ -107,6 +108,16 @@ def run(
     else:
         made, reused = _collect(out, names, text, asked, output, loading, force)
     _report(out, made, reused, time.perf_counter() - started)
+
+
+def _plan(out: Output, found: dict[str, Any]) -> None:
+    """Print what collecting takes, and whether this machine has it."""
+    from kvmap.plan_fit import here
+
+    refuse_unpairable(found)
+    cost = found["collect"]
+    place = here([cost])
+    out.document(cost | {"here": place}, lambda: f"{collect_text(cost)}\n\n{here_text(place)}")
 
 
 def _chosen(path: Path | None):
@@ -119,11 +130,8 @@ def _chosen(path: Path | None):
 
 
 def _collect(out: Output, names, text, asked, output, loading, force):
-    from kvmap.clearing import require_unfinished
     from kvmap.collect_pair import collect_pair, geometries, read_text, require_room, with_scope
 
-    if output is not None:
-        require_unfinished(output, force)
     asked = with_scope(asked, geometries(names, loading))
     require_room(names, text, asked, output, loading)
     found = read_text(names, text, loading, out.note)

@@ -136,8 +136,10 @@ def run(
     reports = report_files(output) if output else ()
     if html is not None and html.resolve() in {path.resolve() for path in reports}:
         raise UsageError(f"{html}: is where the report goes; choose another path with --html")
+    if sign:
+        evidence.check_place(cmap)
     for path in (*reports, *filter(None, (html,))):
-        inputs.refuse_inputs(path, cmap, alternate, messages)
+        inputs.refuse_inputs(path, cmap, alternate, messages, evidence.evidence_path(cmap))
         refuse_overwrite(path, force)
     asked = inputs.given(
         EvaluateOptions,

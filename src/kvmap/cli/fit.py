@@ -370,5 +370,5 @@ def _plan_models(out: Output, names: tuple[str, str], request: FitRequest, made:
     from kvmap.survey import survey
 
     found = survey(names, *made, request)
-    out.document(found, lambda: plan.text(found))
     plan.refuse_unpairable(found)
+    out.document(found, lambda: plan.text(found))

@@ -51,7 +51,11 @@ def arms_table(figures: dict[str, Any]) -> str:
 
 
 def ratios(figures: dict[str, Any]) -> str:
-    """Lay out retention, gap and margin with intervals, tests beside them."""
+    """Lay out retention, gap and margin with intervals, tests beside them.
+
+    Differences are of the score: of accuracy, or of nats, in which more is fewer of them.
+    """
+    unit = "" if figures["score"] == "accuracy" else " nats better"
     lines = []
     for name, label in RATIOS.items():
         why = figures["undefined"].get(name)
@@ -62,7 +66,7 @@ def ratios(figures: dict[str, Any]) -> str:
     for name, found in figures["tests"].items():
         label = f"mapped - {name.removeprefix('mapped_')}"
         value = spread(found["difference"], found["interval"])
-        lines.append((label, f"{value}  {p_values(found)}"))
+        lines.append((label, f"{value}{unit}  {p_values(found)}"))
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in lines)
 

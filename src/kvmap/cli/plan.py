@@ -23,9 +23,14 @@ def run(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Say whether two models can be paired, and what it costs."""
+    """Say whether two models can be paired, and what it costs.
+
+    Of `kvmap fit SOURCE TARGET` by the default recipe; `kvmap fit -n` plans others.
+    """
+    from kvmap import fit
     from kvmap.collect_options import CollectOptions
     from kvmap.collect_pair import Loading, TextOptions
+    from kvmap.fit_pair import FitRequest
     from kvmap.survey import survey
 
     found = survey(
@@ -33,6 +38,7 @@ def run(
         inputs.given(TextOptions, sequences=sequences, length=length),
         inputs.given(CollectOptions, stride=stride),
         inputs.given(Loading, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
+        FitRequest(fit.recipe(fit.DEFAULT_RECIPE)),
     )
     Output(as_json).document(found, lambda: text(found))
     refuse_unpairable(found)
@@ -65,6 +71,8 @@ def text(found: dict[str, Any]) -> str:
         ),
         maps_text(found["maps"]),
     ]
+    if found["pairable"] is False:
+        return "\n\n".join(parts[:2])
     passes = [found[name] for name in ("first_pass", "second_pass") if name in found]
     if not passes or "fit" not in found:
         parts.append(collect_text(found["collect"]))
@@ -72,8 +80,7 @@ def text(found: dict[str, Any]) -> str:
         parts += [found["two_passes"], *map(collect_text, passes)]
     if "fit" in found:
         parts.append(fit_text(found["fit"]))
-    if found["pairable"] is not False:
-        parts.append(here_text(found["here"]))
+    parts.append(here_text(found["here"]))
     return "\n\n".join(parts)
 
 
@@ -146,7 +153,7 @@ def frontier_text(cost: dict[str, Any]) -> str:
 
 def here_text(found: dict[str, Any]) -> str:
     """Say in one line whether this machine can do it all, and for how long it would work."""
-    time = f"about {duration(found['seconds'])}"
+    time = f"about {duration(found['seconds'])} at its present speed"
     if found["fits"]:
         memory = f"peak {amount(found['peak_bytes'])} of {amount(found['free_memory_bytes'])}"
         disk = f"disk {amount(found['disk_bytes'])} of {amount(found['free_disk_bytes'])} free"

@@ -23,13 +23,15 @@ def run(
 ) -> None:
     """Set reports side by side."""
     from kvmap.evaluate.report import Report
-    from kvmap.header import sound
+    from kvmap.header import sound, without_nan
 
     loaded = [(str(path), Report.load(path).figures) for path in reports]
-    spelt = printable_data(loaded)
-    for path, one in zip(reports, spelt, strict=True):
+    spelt = []
+    for path, one in zip(reports, loaded, strict=True):
         with sound(path, "report"):
-            compare([one])
+            spelt += printable_data([one])
+            compare(spelt[-1:])
+            without_nan(one)
     document = {"reports": [{"report": name, **figures} for name, figures in loaded]}
     Output(as_json).document(document, lambda: compare(spelt))
 
@@ -42,7 +44,7 @@ def compare(reports: list[tuple[str, dict[str, Any]]]) -> str:
         ["recipe", *(_recipe(f["about"]) for _, f in reports)],
         ["k", *(str(f["about"].get("k", "-")) for _, f in reports)],
         ["tasks", *(",".join(f["tasks"]) for _, f in reports)],
-        ["n", *(f"{f['n']} on {f['documents']}" for _, f in reports)],
+        ["n", *(_extent(f) for _, f in reports)],
         ["verdict", *(_verdict(f) for _, f in reports)],
     ]
     for name, label in (*RATIOS.items(), ("margin", "margin")):
@@ -55,6 +57,13 @@ def compare(reports: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 ENDS = ("mean", "worst")
+
+
+def _extent(figures: dict[str, Any]) -> str:
+    from kvmap.evaluate.statistics import too_few
+
+    few = " (too few for intervals)" if too_few(figures["documents"]) else ""
+    return f"{figures['n']} on {figures['documents']}{few}"
 
 
 def _verdict(figures: dict[str, Any]) -> str:

@@ -78,7 +78,8 @@ def apply(
             continue
         made = allocate(cmap.target.geometry, read, place.keys[0].dtype)
         chunk.write(made)
-        place.store(made)
+        for index in range(made.layers):
+            place.store_layer(index, made.keys[index], made.values[index])
 
 
 def kernel_wanted(on_cuda: bool) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvmap.cache import KVCache
 from kvmap.errors import UsageError
-from kvmap.geometry import Signature
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,24 @@ class PagedCache:
     values: tuple[Tensor, ...]
     slots: Tensor
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens T."""
+        return self.slots.shape[1]
+
     def slice(self, start: int, stop: int) -> PagedCache:
         """Return tokens start..stop of the same blocks."""
         return replace(self, slots=self.slots[:, start:stop])
 
     def store(self, cache: KVCache) -> None:
-        """Write a cache of T tokens where its slots say."""
-        for index in range(len(self.keys)):
+        """Write a cache of T tokens where its slots say.
+
+        Raises:
+            UsageError: The blocks or slots are not for such a cache.
+        """
+        heads, size = cache.keys[0].shape[1], cache.keys[0].shape[3]
+        self.check((cache.layers, heads, size), tuple(cache.positions.shape), "the cache")
+        for index in range(cache.layers):
             self.store_layer(index, cache.keys[index], cache.values[index])
 
     def store_layer(self, index: int, keys: Tensor, values: Tensor) -> None:
@@ -47,32 +57,41 @@ class PagedCache:
             block, place = slots // pages.shape[2], slots % pages.shape[2]
             pages[block, :, place] = made[row, :, token].to(pages.device, pages.dtype)
 
-    def check(self, signature: Signature, shape: tuple[int, int]) -> None:
-        """Check that these are blocks of a model's cache, for [B, T] tokens.
+    def check(self, model: tuple[int, int, int], shape: tuple[int, int], what: str) -> None:
+        """Check that these are blocks of a model's cache, apart from one another.
+
+        Args:
+            model: Its layers L, KV heads H and head size D.
+            shape: [B, T] of the tokens.
+            what: Has such layers, for the sentence.
 
         Raises:
             UsageError: Saying what is not so.
         """
-        geometry = signature.geometry
-        if len(self.keys) != geometry.layers or len(self.values) != geometry.layers:
+        layers, *heads = model
+        if (len(self.keys), len(self.values)) != (layers, layers):
             raise UsageError(
                 f"the blocks are of {len(self.keys)} layers of keys and {len(self.values)} of "
-                f"values, expected {geometry.layers} as {signature.name} has"
+                f"values, expected {layers} as {what} has"
             )
-        expected = (geometry.kv_heads, geometry.head_size)
-        sizes = set()
-        for pages in (*self.keys, *self.values):
-            shaped = pages.dim() == 4 and (pages.shape[1], pages.shape[3]) == expected
+        pages = (*self.keys, *self.values)
+        for one in pages:
+            shaped = one.dim() == 4 and [one.shape[1], one.shape[3]] == heads
             # Of eight bits an engine has scales of its own.
-            if not shaped or not pages.is_floating_point() or pages.itemsize < 2:
+            if not shaped or not one.is_floating_point() or one.itemsize < 2:
                 raise UsageError(
-                    f"found blocks of shape {tuple(pages.shape)} in {pages.dtype}, expected "
-                    f"[blocks, {expected[0]}, tokens, {expected[1]}] as of {signature.name} in "
-                    "floating point of 16 bits or more"
+                    f"found blocks of shape {tuple(one.shape)} in {one.dtype}, expected "
+                    f"[blocks, {heads[0]}, tokens, {heads[1]}] as {what} has, in floating point "
+                    "of 16 bits or more"
                 )
-            sizes.add((pages.shape[0], pages.shape[2], pages.dtype, pages.device))
-        if len(sizes) > 1:
+        if len({(one.shape[0], one.shape[2], one.dtype, one.device) for one in pages}) > 1:
             raise UsageError("blocks of different layers differ in number, size, dtype or device")
+        folded = any(0 in one.stride() for one in pages if one.numel() > 1)
+        if pages[0].numel() and (folded or len({one.data_ptr() for one in pages}) < len(pages)):
+            raise UsageError("blocks lie one over the other; give memory of its own to each")
+        self._check_slots(shape)
+
+    def _check_slots(self, shape: tuple[int, int]) -> None:
         if self.slots.shape != shape or self.slots.dtype != torch.int64:
             raise UsageError(
                 f"found slots {list(self.slots.shape)} {self.slots.dtype}, expected {list(shape)} "

@@ -7,6 +7,7 @@ no longer has it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from hashlib import file_digest
 from pathlib import Path
@@ -48,6 +49,19 @@ _FIELDS = {*FIGURES, *_TYPES, "report_file_sha256", "figures_sha256"}
 def evidence_path(map_path: Path) -> Path:
     """Return where a map's evidence lies."""
     return map_path.with_name(f"{map_path.name}.evidence.json")
+
+
+def check_place(map_path: Path) -> None:
+    """Check that a map's evidence can be written.
+
+    Raises:
+        UsageError: Something else has its name, or its folder cannot be written to.
+    """
+    path = evidence_path(map_path)
+    if os.path.lexists(path) and not path.is_file():
+        raise UsageError(f"{path}: is no file, so the map cannot be signed; move it away")
+    if path.parent.is_dir() and not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path}: cannot be written; copy the map to a folder of yours")
 
 
 def sign(map_path: Path, report: Report, report_path: Path | None = None) -> Path:

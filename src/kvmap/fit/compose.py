@@ -49,16 +49,19 @@ def compose(first: CacheMap, second: CacheMap) -> CacheMap:
 def _check(first: CacheMap, second: CacheMap) -> None:
     remedy = "give a second map whose source that is"
     first.target.require_same(second.source, "the first map's target", remedy)
+    problems = []
     if first.needs_target:
-        raise UsageError(
+        problems.append(
             f"the first map reads {first.target.name}'s own first layer, which a composed map "
             "does not have; fit it with `--no-anchor --no-exact-first`"
         )
     if second.options.lookback:
-        raise UsageError(
+        problems.append(
             f"the second map reads {second.source.name}'s tokens before, which a composed map "
             "does not have; fit it with `--lookback 0`"
         )
+    if problems:
+        raise UsageError("; and ".join(problems))
     for cmap in (first, second):
         if any(part.network for layer in cmap.layers if layer for part in (layer.key, layer.value)):
             raise UsageError(

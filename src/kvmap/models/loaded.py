@@ -73,14 +73,14 @@ class LoadedModel:
             UsageError: One is not, or they are no int64 or int32, or of another shape.
         """
         name, size = self.signature.name, self.signature.geometry.vocabulary
-        if token_ids.dim() != 2:
+        if token_ids.dim() != 2 or not token_ids.numel():
             raise UsageError(
                 f"{name}: found token ids of shape {list(token_ids.shape)}, expected "
-                "[sequences, tokens]"
+                "[sequences, tokens], one of each at least"
             )
         if token_ids.dtype not in (torch.int64, torch.int32):
             raise UsageError(f"{name}: found token ids of {token_ids.dtype}, expected int64")
-        for bound in token_ids.aminmax() if token_ids.numel() else ():
+        for bound in token_ids.aminmax():
             if not 0 <= (found := int(bound)) < size:
                 raise UsageError(
                     f"{name}: found token id {found}, expected 0 to {size - 1}; take tokens of "
