@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from kvmap.geometry import Geometry
 
 
+FRONTIER_NOTE = (
+    "* none cheaper is better; cost is map and tail over the target's own work on these tokens "
+    "(above 1 the target had better read), KL in nats a token on held-out sequences"
+)
+
+
 def frontier(points: Sequence[Point]) -> str:
     """Lay out candidates, cheapest first, with a star at those that none cheaper beats."""
     rows = [
@@ -36,7 +42,7 @@ def frontier(points: Sequence[Point]) -> str:
     ]
     inside = ("heads", "joint", "anchor", "lookback", "of layers", "k", "rank", "tail")
     head = ("frontier", *inside, "parameters", "cost", "ms", "KL")
-    return table(head, rows)
+    return f"{table(head, rows)}\n{FRONTIER_NOTE}"
 
 
 def candidate(points: Sequence[Point], done: int, total: int) -> str:
