@@ -337,6 +337,12 @@ def test_tokens_of_no_batch_are_refused(loaded):
         handoff(identity(model), model, own, ids[0])
 
 
+def test_an_empty_context_is_refused(loaded):
+    model, ids = loaded("qwen3_small"), token_ids(2, 9)
+    with pytest.raises(UsageError, match=r"found tokens \[2, 0\], expected a context of one"):
+        handoff(broken(model), model, prefill(model, ids)[0], ids[:, :0])
+
+
 def test_a_context_beyond_what_the_target_reads_is_refused(loaded):
     model, ids = loaded("qwen3_small"), token_ids(1, 40)
     own, _ = prefill(model, ids)

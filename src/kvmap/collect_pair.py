@@ -64,7 +64,10 @@ class TextOptions:
 
 
 def read_text(
-    names: tuple[str, str], options: TextOptions, loading: Loading, note: Callable[[str], None]
+    names: tuple[str, str],
+    options: TextOptions,
+    loading: Loading,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Text:
     """Read and tokenise calibration text with the source's tokenizer.
 

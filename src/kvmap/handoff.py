@@ -99,7 +99,7 @@ def _middle(
 ) -> KVCache:
     """Return what of the source's cache is to be mapped, and check all that can be before."""
     check_pair(cmap, None, lowest)
-    lowest.require_tokens(token_ids)
+    _require_context(lowest, token_ids)
     check_shapes(source_cache, cmap.source, "the source's cache")
     tokens, head = token_ids.shape[-1], cmap.options.native_head
     stop = tokens - cmap.options.tail_length(tokens)
@@ -135,7 +135,7 @@ def finish(
         UsageError: The mapped cache is not the target's or not of these tokens, or they are not of
             its vocabulary, or more than it reads.
     """
-    target.require_tokens(token_ids)
+    _require_context(target, token_ids)
     check_shapes(mapped, target.signature, "the mapped cache")
     stop = mapped.tokens
     if stop >= token_ids.shape[-1]:
@@ -209,6 +209,15 @@ def map_middle(
     mapped = cmap.apply(middle, first, out, before)
     clock.lap("map")
     return replace(middle, keys=mapped.keys, values=mapped.values)
+
+
+def _require_context(target: LoadedModel, token_ids: Tensor) -> None:
+    """Check that there are tokens, and of the target's vocabulary."""
+    target.require_tokens(token_ids)
+    if not token_ids.numel():
+        raise UsageError(
+            f"found tokens {list(token_ids.shape)}, expected a context of one token at least"
+        )
 
 
 def _check_head(what: str, cache: KVCache) -> None:

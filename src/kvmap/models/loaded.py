@@ -73,14 +73,14 @@ class LoadedModel:
             UsageError: One is not, or they are no int64 or int32, or of another shape.
         """
         name, size = self.signature.name, self.signature.geometry.vocabulary
-        if token_ids.dim() != 2 or not token_ids.numel():
+        if token_ids.dim() != 2:
             raise UsageError(
                 f"{name}: found token ids of shape {list(token_ids.shape)}, expected "
-                "[sequences, tokens], one of each at least"
+                "[sequences, tokens]"
             )
         if token_ids.dtype not in (torch.int64, torch.int32):
             raise UsageError(f"{name}: found token ids of {token_ids.dtype}, expected int64")
-        for bound in token_ids.aminmax():
+        for bound in token_ids.aminmax() if token_ids.numel() else ():
             if not 0 <= (found := int(bound)) < size:
                 raise UsageError(
                     f"{name}: found token id {found}, expected 0 to {size - 1}; take tokens of "
