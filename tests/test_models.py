@@ -7,6 +7,7 @@ import checkpoints
 import oracles
 import pytest
 import torch
+import transformers
 from conftest import token_ids
 from safetensors.torch import load_file, save_file
 
@@ -22,6 +23,7 @@ from kvmap.models import (
     resolve,
     to_dynamic_cache,
 )
+from kvmap.models.configs import load_config
 from kvmap.models.devices import pick_dtype
 
 NAMES = list(checkpoints.SUPPORTED)
@@ -275,6 +277,22 @@ def test_model_that_cannot_be_had_offline_is_one_sentence():
     with pytest.raises(UsageError, match=r"cannot load the model 'nobody/nothing'") as caught:
         load("nobody/nothing", device="cpu")
     assert "\n" not in str(caught.value)
+
+
+def test_shapes_of_known_names_wait_for_no_network(monkeypatch):
+    """Of a revision, or of a name that is not known, only the hub can tell."""
+    asked = []
+
+    def absent(*place, **how):
+        asked.append(how["local_files_only"])
+        raise OSError
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", absent)
+    assert load_config(resolve("qwen3-8b")).num_hidden_layers == 36
+    assert load_config(resolve("qwen3-8b@main")).num_hidden_layers == 36
+    with pytest.raises(UsageError, match="nobody/nothing"):
+        load_config(resolve("nobody/nothing"))
+    assert asked == [True, False, False]
 
 
 def test_folder_without_a_model_is_refused(tmp_path):

@@ -205,6 +205,8 @@ def test_the_memory_of_a_fit_is_the_same_in_every_table(little_room, kvmap_run, 
     found = json.loads(kvmap_run(*asked)[1])
     assert "second_pass" in found
     (row,) = [row for row in found["maps"] if row["recipe"] == "paper"]
+    weights = row["flops_per_token"] / 2 / found["target"]["parameters"]
+    assert row["work_share"] == pytest.approx(weights)
     assert row["fit_bytes"] != found["fit"]["stages"][0]["peak_bytes"]  # of k = 3, not 2
     found = json.loads(kvmap_run(*asked[:5], "-n", "--json")[1])
     assert row["k"] == found["fit"]["k"]

@@ -40,12 +40,15 @@ COUNTS = (1, 4, 8)
 def map_sizes(size: FitSize, itemsize: int, collected: bool, rate: float) -> list[dict[str, Any]]:
     """Return each recipe's map, for several k: its size, its FLOPs, and the memory that it takes.
 
+    `work_share` is its FLOPs a token over those of the target's own weights; None where the
+    target's config is not at hand.
+
     Args:
         size: A fit of the pair, whose recipe and k are others.
         itemsize: Bytes of a number of a map.
         collected: The moments are there already; else each recipe has those it would collect.
     """
-    source, rows = size.shapes[0], []
+    source, reader, rows = size.shapes[0], size.models[1], []
     for name, preset in RECIPES.items():
         recipe = fit.with_lookback(preset, size.options.lookback_layers)
         counts = COUNTS if recipe.k == "auto" else (int(recipe.k),)
@@ -59,6 +62,7 @@ def map_sizes(size: FitSize, itemsize: int, collected: bool, rate: float) -> lis
                     "k": k,
                     "bytes": parameters * itemsize,
                     "flops_per_token": 2 * parameters,
+                    "work_share": reader and parameters / reader.parameters,
                     "fit_bytes": most_bytes(planned),
                     "use_bytes": use_bytes(recipe, k, *size.shapes),
                 }

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvmap.cli import inputs, options
-from kvmap.cli.output import Output, amount, large, table
+from kvmap.cli.output import Output, amount, figure, large, table
 from kvmap.errors import UsageError
 
 EXAMPLES = (
@@ -92,12 +92,14 @@ def maps_text(maps: list[dict[str, Any]]) -> str:
             m["k"],
             amount(m["bytes"]),
             large(m["flops_per_token"]),
+            figure(m["work_share"], 2),
             None if m["fit_bytes"] is None else amount(m["fit_bytes"]),
             amount(m["use_bytes"]),
         )
         for m in maps
     ]
-    return table(("recipe", "k", "map", "FLOP per token", "memory to fit", "to map"), rows)
+    head = ("recipe", "k", "map", "FLOP per token", "over target's", "memory to fit", "to map")
+    return table(head, rows)
 
 
 def collect_text(cost: dict[str, Any]) -> str:

@@ -16,24 +16,27 @@ from kvmap.names import KNOWN, Checkpoint
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool = False) -> Any:
-    """Read a checkpoint's config; known names answer from the built-in table when offline.
+    """Read a checkpoint's config; of a known name that is not here, from the built-in table.
 
     Raises:
         UsageError: No config can be read.
     """
     from transformers import AutoConfig
 
+    published = published_config(checkpoint.name)
     try:
         with told(checkpoint.name):
             config = AutoConfig.from_pretrained(
                 checkpoint.location,
                 revision=checkpoint.revision,
                 trust_remote_code=trust_remote_code,
+                # What is asked of shapes alone waits for no network.
+                local_files_only=published is not None and checkpoint.revision is None,
             )
     except UsageError:
-        config = published_config(checkpoint.name)
-        if config is None:
+        if published is None:
             raise
+        config = published
     return config.get_text_config(decoder=True)
 
 
