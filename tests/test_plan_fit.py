@@ -337,6 +337,14 @@ def test_a_cache_folder_that_cannot_be_is_no_room(kvmap_run, monkeypatch, tmp_pa
     assert "the folder could not be made (Not a directory)" in error
 
 
+def test_room_is_that_of_the_folder_to_fill(kvmap_run, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(plan, "free_disk", lambda folder: asked.append(folder) or 10**12)
+    out = tmp_path / "elsewhere"
+    assert kvmap_run("collect", "tiny-s", "tiny-m", "-n", "-o", out)[0] == 0
+    assert asked == [out]
+
+
 def test_a_dry_run_refuses_what_a_calibration_does_not_keep(kvmap_run, tmp_path):
     calib = tmp_path / "c.calib"
     kept = ("--heads", "matched", "--no-joint", "--no-dump")

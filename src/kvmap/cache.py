@@ -112,9 +112,13 @@ class KVCache:
     def copy_to(self, room: KVCache) -> None:
         """Copy keys and values to the front of a larger cache of the same model."""
         place = room.slice(0, self.tokens)
-        for mine, theirs in ((place.keys, self.keys), (place.values, self.values)):
-            for tensor, other in zip(mine, theirs, strict=True):
-                tensor.copy_(other)
+        for index, pair in enumerate(zip(self.keys, self.values, strict=True)):
+            place.store_layer(index, *pair)
+
+    def store_layer(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's keys and values [B, H, T, D] into this cache's memory."""
+        self.keys[index].copy_(keys)
+        self.values[index].copy_(values)
 
 
 def concat(first: KVCache, second: KVCache) -> KVCache:

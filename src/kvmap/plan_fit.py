@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,49 +118,52 @@ def plan_models(
     options: CollectOptions,
     request: FitRequest | None = None,
 ) -> dict[str, Any]:
-    """Return each recipe's map, what collecting from two models takes, and then fitting.
+    """Return what collecting from two models takes; of a fit, also each recipe's map and stages.
 
-    Collecting is in two passes if need be. `here` says whether it all fits this machine.
+    A fit collects in two passes if need be. `here` says whether all of it fits this machine.
 
     Args:
-        request: Of a fit. Without one, two passes and `here` are those of the default recipe.
+        request: Of a fit; without one collecting alone is planned.
 
     Raises:
         UsageError: Two passes cannot do what is asked, or a collection or a fit would refuse it.
     """
-    wanted = request or FitRequest(fit.recipe(fit.DEFAULT_RECIPE))
     rate = plan.matmul_rate()
     kept = with_scope(options, shapes, request and request.recipe)
     check_options(kept, text.sequences, text.length)
     check_layers(shapes, kept.layers)
-    require_mapped(wanted.recipe.options, shapes[1])
-    whole = with_scope(options, shapes, wanted.recipe)
-    said = plan.two_passes(*shapes, whole, wanted.recipe.k)
+    if request is None:
+        return {"collect": collect_plan(shapes, sizes, text, kept, rate)}
+    require_mapped(request.recipe.options, shapes[1])
+    said = plan.two_passes(*shapes, kept, request.recipe.k)
     passes = {}
-    if said and wanted.layers:
-        kept = whole = of_layers(options, shapes, wanted.recipe, load_layers(wanted.layers)[1])
+    if said and request.layers:
+        kept = of_layers(options, shapes, request.recipe, load_layers(request.layers)[1])
     elif said:
-        refuse_greedy(wanted)
-        passes = _passes(shapes, sizes, text, options, wanted.recipe, rate)
+        refuse_greedy(request)
+        passes = _passes(shapes, sizes, text, options, request.recipe, rate)
     found = {"collect": collect_plan(shapes, sizes, text, kept, rate)}
+    collecting = list(passes.values()) or [found["collect"]]
     found |= {"two_passes": said, **passes} if passes else {}
-    collecting = list(passes.values()) or [collect_plan(shapes, sizes, text, whole, rate)]
     grid, last = (text.sequences, text.length), collecting[-1]
-    k = last.get("k") or _most_layers(wanted, shapes, grid, options)
+    k = last.get("k") or _most_layers(request, shapes, grid, options)
     moments = last.get("apart_moments_bytes") or last["moments_bytes"]
-    size = FitSize(wanted.recipe, k, shapes, sizes, grid, options, moments, sizes[0].itemsize)
+    size = FitSize(request.recipe, k, shapes, sizes, grid, options, moments, sizes[0].itemsize)
     fitting = _fit_plan(size, rate)
     near = most_bytes(stages(replace(size, moments=last["moments_bytes"]), rate))
     return {
         "maps": map_sizes(size, sizes[0].itemsize, collected=False, rate=rate),
         **found,
-        **({"fit": fitting} if request else {}),
+        "fit": fitting,
         "here": here(collecting, fitting["stages"], near),
     }
 
 
 def here(
-    collecting: list[dict[str, Any]], fitting: Sequence[dict[str, Any]] = (), least: int = 0
+    collecting: list[dict[str, Any]],
+    fitting: Sequence[dict[str, Any]] = (),
+    least: int = 0,
+    where: Path | None = None,
 ) -> dict[str, Any]:
     """Return whether this machine has the memory and disk for work from nothing, and the time.
 
@@ -169,12 +173,13 @@ def here(
         collecting: Passes, as `collect_plan` has them.
         fitting: Stages of the fit, if there is one.
         least: Bytes that the fit holds at least.
+        where: Folder to fill; None for the cache folder.
     """
     disk = sum(step["disk_bytes"] for step in collecting)
     passes = [(step["peak_bytes"], step.get("apart_peak_bytes", 0)) for step in collecting]
     collected = max(low for low, _ in passes), max(map(max, passes))
     fitted = least, most_bytes(fitting) if fitting else 0
-    memory, room = plan.free_memory("cpu"), plan.free_disk(cache_folder())
+    memory, room = plan.free_memory("cpu"), plan.free_disk(where or cache_folder())
     needs = [
         ("collecting", "memory", collected, memory),
         ("fitting", "memory", fitted, memory),

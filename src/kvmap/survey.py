@@ -36,7 +36,7 @@ def survey(
 
     Args:
         request: Of a fit, which collects what its recipe reads; `fit` is then what its stages
-            take. Without one, two passes are those of the default recipe.
+            take. Without one collecting alone is planned.
 
     Raises:
         UsageError: A model's config cannot be read, a model reads no sequences of this

@@ -118,13 +118,26 @@ def token_sequences(texts: Iterable[str], tokenizer: Any, length: int, count: in
             f"give more text with `--dataset`, or {remedy}"
         )
     token_ids = torch.tensor(sequences, dtype=torch.long).reshape(count, length)
-    if unknown_share(token_ids, tokenizer) > MOST_UNKNOWN:
-        remark = unknown_remark(token_ids, tokenizer)
-        raise UsageError(f"{remark}; give other text with `--dataset`")
+    require_known(token_ids, tokenizer, "`--dataset`")
     return token_ids
 
 
-def unknown_share(token_ids: Tensor, tokenizer: Any) -> float:
+def require_known(token_ids: Tensor, tokenizer: Any, ways: str) -> str | None:
+    """Refuse text of which a tokenizer knows less than half, or return `unknown_remark`.
+
+    Args:
+        ways: Options that give other text.
+
+    Raises:
+        UsageError: Saying how much is unknown.
+    """
+    remark = unknown_remark(token_ids, tokenizer)
+    if _unknown_share(token_ids, tokenizer) > MOST_UNKNOWN:
+        raise UsageError(f"{remark}; give other text with {ways}")
+    return remark
+
+
+def _unknown_share(token_ids: Tensor, tokenizer: Any) -> float:
     """Return the share of token ids that stand for what a tokenizer does not know."""
     unknown_id = getattr(tokenizer, "unk_token_id", None)
     # Tokenizers of bytes know everything, and may name the end of a text for what they do not.
@@ -135,7 +148,7 @@ def unknown_share(token_ids: Tensor, tokenizer: Any) -> float:
 
 def unknown_remark(token_ids: Tensor, tokenizer: Any) -> str | None:
     """Say how much of a text a tokenizer does not know; None where that is little."""
-    share = unknown_share(token_ids, tokenizer)
+    share = _unknown_share(token_ids, tokenizer)
     if share <= MUCH_UNKNOWN:
         return None
     return f"{share:.0%} of the text's tokens are unknown to the tokenizer: {tokenizer.unk_token}"

@@ -100,7 +100,7 @@ def run(
     if output is not None and not merge:
         require_unfinished(output, force)
     if dry_run:
-        _plan(out, survey(names, text, asked, loading))
+        _plan(out, survey(names, text, asked, loading), output)
         return
     started = time.perf_counter()
     if merge:
@@ -110,13 +110,13 @@ def run(
     _report(out, made, reused, time.perf_counter() - started)
 
 
-def _plan(out: Output, found: dict[str, Any]) -> None:
+def _plan(out: Output, found: dict[str, Any], output: Path | None) -> None:
     """Print what collecting takes, and whether this machine has it."""
     from kvmap.plan_fit import here
 
     refuse_unpairable(found)
     cost = found["collect"]
-    place = here([cost])
+    place = here([cost], where=output)
     out.document(cost | {"here": place}, lambda: f"{collect_text(cost)}\n\n{here_text(place)}")
 
 

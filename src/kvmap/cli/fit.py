@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvmap.collect_pair import Loading, TextOptions
     from kvmap.fit.job import Opener
     from kvmap.fit_pair import FitReport, FitRequest
-    from kvmap.geometry import Geometry
 
 EXAMPLES = (
     "kvmap fit tiny-m tiny-l -o m-l.map",
@@ -250,8 +249,8 @@ def _from_calibration(
         request = _frontier(out, calibration, request, loading, openers, typed)
         if request is None:
             return None
-    elif calibration.scope.layers is None:
-        _check_count(out, typed["-k"], request, source.name, source.geometry)
+    elif calibration.scope.layers is None and request.layers is None:
+        inputs.check_count(out, typed["-k"], request.recipe, source.geometry, source.name)
     if typed["--dry-run"]:
         _plan_calibration(out, calibration, request, loading)
         return None
@@ -271,7 +270,9 @@ def _from_models(
     from kvmap.fit_pair import fit_pair
 
     *kept, loading = made
-    _check_count(out, typed["-k"], request, names[0], geometries(names, loading)[0])
+    if request.layers is None:
+        shape = geometries(names, loading)[0]
+        inputs.check_count(out, typed["-k"], request.recipe, shape, names[0])
     if typed["--dry-run"]:
         _plan_models(out, names, request, made)
         return None
@@ -322,20 +323,6 @@ def _require_calibration(source: str) -> None:
             f"{source} is a model, and TARGET is missing; run `kvmap fit {source} TARGET`, "
             "or give a calibration that `kvmap collect` made"
         )
-
-
-def _check_count(
-    out: Output, asked: str | None, request: FitRequest, name: str, source: Geometry
-) -> None:
-    """Refuse a k that is more than the source's layers if it was asked for, else say so."""
-    from kvmap.fit.recipes import require_layers
-
-    if request.layers is not None:
-        return
-    if asked is not None and request.recipe.k != "auto":
-        require_layers(request.recipe.k, source, name)
-    for line in fit_text.capped(request.recipe, source):
-        out.note(line)
 
 
 def _refuse(asked: dict[str, Any]) -> None:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvmap.cli.output import amount, figure, table
 
 if TYPE_CHECKING:
-    from kvmap.fit import Recipe
     from kvmap.fit.frontier import Point
     from kvmap.fit_pair import FitReport
-    from kvmap.geometry import Geometry
 
 
 FRONTIER_NOTE = (
@@ -61,12 +59,6 @@ def candidate(points: Sequence[Point], done: int, total: int) -> str:
         for p in points
     )
     return f"{done} of {total}: {made}: {found}"
-
-
-def capped(recipe: Recipe, source: Geometry) -> Iterator[str]:
-    """Say that a recipe reads more layers than the source has."""
-    if recipe.k != "auto" and recipe.k > source.layers:
-        yield f"k = {recipe.k} is capped at the source's {source.layers} layers"
 
 
 def notes(report: FitReport) -> Iterator[str]:

@@ -10,7 +10,9 @@ from kvmap.cli.options import MOST
 from kvmap.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvmap.cli.output import Output
     from kvmap.fit import Recipe
+    from kvmap.geometry import Geometry
 
 T = TypeVar("T")
 
@@ -46,6 +48,24 @@ def count_or_auto(name: str, text: str | None) -> int | str | None:
     if not text.isdecimal() or not 1 <= int(text[:10]) < 10**9:
         raise UsageError(f"found {name} {text!r}, expected a number from 1, or auto")
     return int(text)
+
+
+def check_count(
+    out: Output, asked: str | None, recipe: Recipe, source: Geometry, name: str
+) -> None:
+    """Refuse a k beyond the source's layers if it was asked for; say so of a preset's.
+
+    Raises:
+        UsageError: It was asked for.
+    """
+    from kvmap.fit.recipes import require_layers
+
+    if recipe.k == "auto":
+        return
+    if asked is not None:
+        require_layers(recipe.k, source, name)
+    if recipe.k > source.layers:
+        out.note(f"k = {recipe.k} is capped at the source's {source.layers} layers")
 
 
 def ridge_or_auto(text: str | None) -> float | str | None:

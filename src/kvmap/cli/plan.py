@@ -74,13 +74,9 @@ def text(found: dict[str, Any]) -> str:
     if found["pairable"] is False:
         return "\n\n".join(parts[:2])
     passes = [found[name] for name in ("first_pass", "second_pass") if name in found]
-    if not passes or "fit" not in found:
-        parts.append(collect_text(found["collect"]))
-    if passes:
-        parts += [found["two_passes"], *map(collect_text, passes)]
-    if "fit" in found:
-        parts.append(fit_text(found["fit"]))
-    parts.append(here_text(found["here"]))
+    said = [found["two_passes"]] if passes else []
+    parts += [*said, *map(collect_text, passes or [found["collect"]])]
+    parts += [fit_text(found["fit"]), here_text(found["here"])]
     return "\n\n".join(parts)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvmap.cli import fit_text, inputs, options
+from kvmap.cli import inputs, options
 from kvmap.cli.output import Output, figure, heat
 
 EXAMPLES = (
@@ -29,7 +29,6 @@ def run(
     """Score all pairs of layers and choose."""
     from kvmap.artifacts import refuse_overwrite
     from kvmap.calibration import Calibration
-    from kvmap.fit.recipes import require_layers
     from kvmap.pipeline import cached_layers
 
     out = Output(as_json, quiet)
@@ -39,10 +38,7 @@ def run(
     method = inputs.one_of("--method", method, "top", "greedy") or "top"
     opened = Calibration.open(calibration)
     source = opened.source
-    if k is not None and wanted.k != "auto":
-        require_layers(wanted.k, source.geometry, source.name)
-    for line in fit_text.capped(wanted, source.geometry):
-        out.note(line)
+    inputs.check_count(out, k, wanted, source.geometry, source.name)
     choice, path, reused = cached_layers(opened, wanted, method, output)
     document = {
         "layers": str(path),

@@ -116,8 +116,7 @@ class Chunk:
         for slot, index in enumerate(indices):
             layer = self.cmap.layers[index]
             if layer is None:
-                out.keys[index].copy_(self.first[2 * index])
-                out.values[index].copy_(self.first[2 * index + 1])
+                out.store_layer(index, *self.first[2 * index : 2 * index + 2])
                 return
             reads = self.work.layout.reads[index]
             x = self._gather("value", reads)

@@ -223,20 +223,12 @@ class FusedChunk:
         for index, layer in enumerate(self.cmap.layers):
             pair = (out.keys[index], out.values[index])
             if layer is None:
-                self._write_exact(index, out)
+                out.store_layer(index, *self.first[2 * index : 2 * index + 2])
                 continue
             turns = (self.turns[index], -1)
             for at, kind in enumerate(KINDS):
                 self._launch((mapped, at), layer.of(kind), turns[at], pair[at], slots)
             mapped += 1
-
-    def _write_exact(self, index: int, out: KVCache | PagedCache) -> None:
-        keys, values = self.first[2 * index : 2 * index + 2]
-        if isinstance(out, PagedCache):
-            out.store_layer(index, keys, values)
-            return
-        out.keys[index].copy_(keys)
-        out.values[index].copy_(values)
 
     def _launch(
         self, place: tuple[int, int], affine: Affine, turn: int, out: Tensor, slots: Tensor | None

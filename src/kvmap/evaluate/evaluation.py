@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import kvmap
+from kvmap import header
 from kvmap.errors import UsageError
 from kvmap.evaluate import arms, diagnostics, evidence, harness, predict
 from kvmap.evaluate.harness.local import asked_files
@@ -26,13 +27,7 @@ from kvmap.geometry import json_digest, pairing_problems
 from kvmap.handoff import check_pair
 from kvmap.mapping import CacheMap
 from kvmap.models import LoadedModel
-from kvmap.text import (
-    MOST_UNKNOWN,
-    beginnings,
-    local_sources,
-    unknown_remark,
-    unknown_share,
-)
+from kvmap.text import beginnings, local_sources, require_known
 
 
 @dataclass(frozen=True)
@@ -167,10 +162,7 @@ def _unknown(tasks: Mapping[str, Task], source: LoadedModel) -> str | None:
     """
     contexts = [item.context for task in tasks.values() for item in task.items]
     ids = torch.tensor([token for context in contexts for token in context])
-    if unknown_share(ids, source.tokenizer) > MOST_UNKNOWN:
-        remark = unknown_remark(ids, source.tokenizer)
-        raise UsageError(f"{remark}; give other text with --text, --data or --messages")
-    return unknown_remark(ids, source.tokenizer)
+    return require_known(ids, source.tokenizer, "--text, --data or --messages")
 
 
 def _sample(tasks: dict[str, Task], asked: TaskOptions) -> list[Ids]:
@@ -270,7 +262,7 @@ def read_in_calibration(cmap: CacheMap, options: EvaluateOptions) -> dict[str, s
         By the file's name, what of it is known to be the same: "content", or, where a map keeps
         no more, "name".
     """
-    back = None if options.alternate is None else CacheMap.load(options.alternate).provenance
+    back = options.alternate and header.read_safetensors(options.alternate, "map")
     found = {}
     for file, digest in beginnings(_files(options)).items():
         name = Path(file).name
